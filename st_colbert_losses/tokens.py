@@ -34,8 +34,8 @@ class Tokens:
             mask = vectors.detach().ne(0).any(-1)
         if mask.shape != vectors.shape[:2]:
             raise ValueError(
-                f"Tokens: got a mask of shape {tuple(mask.shape)} for vectors of shape {tuple(vectors.shape)}, expected "
-                f"{tuple(vectors.shape[:2])}. Pass one mask value per token."
+                f"Tokens: got a mask of shape {tuple(mask.shape)} for vectors of shape {tuple(vectors.shape)}, "
+                f"expected {tuple(vectors.shape[:2])}. Pass one mask value per token."
             )
         self.vectors = vectors
         self.mask = mask.to(vectors.device).bool()

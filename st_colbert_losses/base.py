@@ -1,0 +1,261 @@
+"""The pipeline that all losses share: encode, score, leave out what is no negative, apply the objective, average."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from st_colbert_losses.checks import check_columns, check_labels, check_rows
+from st_colbert_losses.columns import Column
+from st_colbert_losses.content import content_keys
+from st_colbert_losses.distributed import world_size
+from st_colbert_losses.encoding import embed, is_document_column
+from st_colbert_losses.options import Options, check_option
+from st_colbert_losses.scores import Scores, lower_likely_positives, score
+from st_colbert_losses.tokens import Tokens
+
+logger = logging.getLogger("st_colbert_losses")
+
+COLBERT_CITATION = """
+@inproceedings{khattab2020colbert,
+    title = {{ColBERT}: Efficient and Effective Passage Search via Contextualized Late Interaction over {BERT}},
+    author = {Khattab, Omar and Zaharia, Matei},
+    booktitle = {Proceedings of the 43rd International ACM SIGIR Conference},
+    year = {2020},
+    url = {https://arxiv.org/abs/2004.12832},
+}
+"""
+
+
+class LateInteractionLoss(nn.Module):
+    """A loss over MaxSim scores with any objective.
+
+    The five named losses are this class with an objective and its defaults; use it directly to try another one.
+
+    Args:
+        model: A PyLate ``ColBERT``, a sentence-transformers ``MultiVectorEncoder``, or a module that maps a feature
+            dict to one with ``token_embeddings`` (B, T, D) and ``attention_mask`` (B, T), scored as it is.
+        objective: A function of :class:`~st_colbert_losses.scores.Scores` and, by name, of any hyperparameters of the
+            loss (``temperature``), that returns one loss per query, (Q,).
+        temperature: Divides score differences; finite, above 0.
+        explicit_negatives: Score columns 2 and up as the row's own negatives (``Scores.hard``) and keep the pool to
+            the batch's positives; ``False`` puts all documents of the batch in the pool.
+        normalize_scores: Divide a query's scores by its number of scored tokens, so that they are means of cosines in
+            [-1, 1]. ``False`` keeps the sums of PyLate and sentence-transformers.
+        use_smooth_max: Replace the maximum over document tokens by ``tau * logsumexp(s / tau)``.
+        tau: Width of the smooth maximum, in units of a cosine; finite, above 0.
+        pos_aware_negative_filtering: Lower pool negatives that score nearly as high as the positive.
+        filter_threshold: Share of the positive's score above which a negative is lowered, in (0, 1].
+        filter_factor: What a lowered negative's score is multiplied by, in [0, 1].
+        norm_tol: How far a normalised score may exceed 1 before a warning says that tokens are not unit length.
+        mask_duplicate_documents: Leave out candidates whose content is that of the row's positive, or of the positive
+            of a row with the same query.
+        gather_across_devices: Share the documents of all processes as negatives.
+
+    Inputs:
+        ``loss(sentence_features, labels=None)``: column 0 the query, column 1 the positive, all further columns
+        negatives, with B rows each or n * B (n documents per row, row by row). ``labels``, (B,) integers: documents of
+        other rows with a row's label are no negatives of it.
+
+    Raises:
+        ValueError: For an invalid hyperparameter, a missing column, a mismatch of rows, or labels that are not one
+            integer per row.
+
+    Example:
+        >>> import torch
+        >>> from st_colbert_losses import LateInteractionLoss, Tokens
+        >>> def hinge(scores, temperature):
+        ...     return (scores.pool.max(1).values - scores.positive + temperature).clamp(min=0)
+        >>> loss = LateInteractionLoss(torch.nn.Identity(), hinge, temperature=0.3)
+        >>> queries = Tokens(torch.eye(2)[:, None])
+        >>> loss.from_tokens(queries, [queries]).item()
+        0.0
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        objective: Callable[..., Tensor],
+        *,
+        temperature: float = 0.02,
+        explicit_negatives: bool = False,
+        normalize_scores: bool = True,
+        use_smooth_max: bool = False,
+        tau: float = 0.1,
+        pos_aware_negative_filtering: bool = False,
+        filter_threshold: float = 0.95,
+        filter_factor: float = 0.5,
+        norm_tol: float = 1e-3,
+        mask_duplicate_documents: bool = True,
+        gather_across_devices: bool = False,
+    ) -> None:
+        super().__init__()
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                f"{self._name}: got a model of type {type(model).__name__}, expected a torch.nn.Module. Load it: "
+                "pylate.models.ColBERT(name) or sentence_transformers.MultiVectorEncoder(name)."
+            )
+        self.model = model
+        self.objective = objective
+        self.explicit_negatives = explicit_negatives
+        self.temperature = temperature
+        self.normalize_scores = normalize_scores
+        self.use_smooth_max = use_smooth_max
+        self.tau = tau
+        self.pos_aware_negative_filtering = pos_aware_negative_filtering
+        self.filter_threshold = filter_threshold
+        self.filter_factor = filter_factor
+        self.norm_tol = norm_tol
+        self.mask_duplicate_documents = mask_duplicate_documents
+        self.gather_across_devices = gather_across_devices
+        self._said: set[str] = set()
+        self._forwards = 0
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        check_option(type(self).__name__, name, value)
+        super().__setattr__(name, value)
+
+    def get_config_dict(self) -> dict[str, Any]:
+        """The hyperparameters, for the model card; JSON-safe."""
+        names = ("temperature", *Options.__annotations__)
+        return {name: getattr(self, name) for name in names}
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self.get_config_dict().items())
+
+    @property
+    def citation(self) -> str:
+        """BibTeX of the papers behind the loss, for the model card."""
+        return COLBERT_CITATION
+
+    def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None) -> Tensor:
+        """Compute the mean loss of a batch.
+
+        Args:
+            sentence_features: One feature dict per column, as the trainer's collator makes them; never changed.
+            labels: (B,) integers, or ``None``.
+
+        Returns:
+            A scalar.
+        """
+        features = [dict(column) for column in sentence_features]
+        check_columns(self._name, len(features), self.explicit_negatives)
+        if self._forwards == 0 and is_document_column(self.model, features[0]):
+            self._say(
+                logging.WARNING,
+                "role",
+                "column 0 was tokenised as documents, but it holds the queries. PyLate goes by the column's name: "
+                "rename it so that it contains 'query' or 'anchor'.",
+            )
+        tokens = [embed(self.model, column, is_query=i == 0) for i, column in enumerate(features)]
+        keys: list[Tensor | None] = [None] * len(tokens)
+        if self.mask_duplicate_documents:
+            keys = [content_keys(column, len(t)) for column, t in zip(features, tokens, strict=True)]
+            if None in keys:
+                self._say(
+                    logging.INFO,
+                    "content",
+                    "a column holds neither token ids nor pixels row by row, so copies of a positive in it count as "
+                    "negatives.",
+                )
+        return self._loss(tokens, keys, labels)
+
+    def from_tokens(self, queries: Tokens, documents: Sequence[Tokens], labels: Tensor | None = None) -> Tensor:
+        """Compute the same loss from embeddings: for wrappers, and for models that no trainer here knows.
+
+        Args:
+            queries: B queries. Embeddings are scored as they are, so normalise them first.
+            documents: One entry per document column, the positives first.
+            labels: (B,) integers, or ``None``.
+
+        Returns:
+            A scalar. Embeddings do not tell which inputs are copies, so no candidate is left out for its content.
+        """
+        tokens = [queries, *documents]
+        check_columns(self._name, len(tokens), self.explicit_negatives)
+        return self._loss(tokens, [None] * len(tokens), labels)
+
+    def _loss(self, tokens: list[Tokens], keys: list[Tensor | None], labels: Tensor | None) -> Tensor:
+        check_rows(self._name, [len(t) for t in tokens])
+        check_labels(self._name, labels, len(tokens[0]))
+        self._check_processes()
+        queries, *documents = _columns(tokens, keys, labels)
+        pool, hard = (documents[:1], documents[1:]) if self.explicit_negatives else (documents, [])
+        with torch.autocast(queries.tokens.vectors.device.type, enabled=False):
+            tau = self.tau if self.use_smooth_max else None
+            scores = score(queries, pool, hard, tau=tau, normalize=self.normalize_scores)
+            self._look_at(scores, queries.tokens.vectors.dtype)
+            if self.pos_aware_negative_filtering:
+                scores = lower_likely_positives(scores, self.filter_threshold, self.filter_factor)
+            _, *names = inspect.signature(self.objective).parameters
+            return self.objective(scores, **{name: getattr(self, name) for name in names}).mean()
+
+    def _check_processes(self) -> None:
+        if world_size() == 1:
+            return
+        if self.gather_across_devices:
+            raise ValueError(
+                f"{self._name}: got gather_across_devices=True with {world_size()} processes, which this version "
+                "cannot do yet, expected False. Negatives then come from each process's own batch."
+            )
+        self._say(logging.INFO, "local", f"negatives stay local: each of {world_size()} processes uses its own batch.")
+
+    @property
+    def _name(self) -> str:
+        return type(self).__name__
+
+    def _say(self, level: int, topic: str, message: str) -> None:
+        """Log something a user should know, once."""
+        if topic not in self._said:
+            self._said.add(topic)
+            logger.log(level, "%s: %s", self._name, message)
+
+    def _look_at(self, scores: Scores, dtype: torch.dtype) -> None:
+        """Warn of batches without negatives and of tokens that are not unit length.
+
+        Reading a result from a GPU waits for it, so there it happens at steps 1, 2, 4, 8 ... only.
+        """
+        self._forwards += 1
+        if scores.positive.device.type != "cpu" and self._forwards & (self._forwards - 1):
+            return
+        pool = scores.pool.detach()
+        if not bool((pool > -torch.inf).any()):
+            reason = "it has one row" if len(pool) == 1 else "its rows are copies, share a label, or are empty"
+            self._say(
+                logging.WARNING,
+                "negatives",
+                f"no query has a negative in the batch ({reason}), so the in-batch loss trains nothing. Use more rows "
+                "per batch, and shuffle the data.",
+            )
+        if not self.normalize_scores and self.temperature < 0.1:
+            self._say(
+                logging.WARNING,
+                "sums",
+                f"temperature={self.temperature} divides sums over query tokens here, not means: very sharp. "
+                "A temperature meant for means is to be multiplied by the number of query tokens.",
+            )
+        if self.normalize_scores and not self.use_smooth_max:
+            highest = torch.cat([scores.positive.detach(), pool[pool > -torch.inf]]).abs().max().item()
+            if highest > 1 + max(self.norm_tol, 4 * torch.finfo(dtype).eps):
+                self._say(
+                    logging.WARNING,
+                    "norm",
+                    f"a mean score of {highest:.4g} is beyond 1, so token embeddings are not unit length and the "
+                    "temperature does not mean what it says. Normalise them in the model (a MultiVectorEncoder needs "
+                    "a Normalize module), or use normalize_scores=False.",
+                )
+
+
+def _columns(tokens: list[Tokens], keys: list[Tensor | None], labels: Tensor | None) -> list[Column]:
+    rows = torch.arange(len(tokens[0]), device=tokens[0].vectors.device)
+    labels = labels if labels is None else labels.to(rows.device)
+    columns = []
+    for column, column_keys in zip(tokens, keys, strict=True):
+        own = rows.repeat_interleave(len(column) // len(rows))
+        columns.append(Column(column, own, labels if labels is None else labels[own], column_keys))
+    return columns

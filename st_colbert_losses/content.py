@@ -1,0 +1,101 @@
+"""When two inputs are the same input: 64-bit keys of attended token ids and pixel values.
+
+Embeddings cannot tell (dropout makes copies differ), token ids and pixels can, however they were padded. Equal inputs
+have equal keys; different ones share a key with probability 2**-64 a pair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Odd 64-bit constants of the splitmix64 generator (Steele et al. 2014), as signed integers.
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+_MIX_2 = 0x94D049BB133111EB - (1 << 64)
+
+# Tensors beside the token ids whose values tell inputs with equal ids apart (ids of images are all placeholders).
+_VALUES = ("pixel_values", "pixel_values_videos", "input_features")
+_GRIDS = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"}
+
+
+def content_keys(features: Mapping[str, Any], rows: int) -> Tensor | None:
+    """Key the content of each row of a feature dict.
+
+    Args:
+        features: What the model is called with: ``input_ids`` (rows, T) with ``attention_mask``, ``pixel_values`` (one
+            entry per row, or flattened patches with ``image_grid_thw``), or both.
+        rows: Number of rows.
+
+    Returns:
+        (rows,) int64, or ``None`` where the features hold neither ids nor pixels that can be told apart by row.
+
+    Example:
+        >>> import torch
+        >>> from st_colbert_losses.content import content_keys
+        >>> ids, attended = torch.tensor([[5, 6, 0], [5, 6, 7]]), torch.tensor([[1, 1, 0], [1, 1, 0]])
+        >>> first, second = content_keys({"input_ids": ids, "attention_mask": attended}, 2)
+        >>> bool(first == second)
+        True
+    """
+    keys: list[Tensor] = []
+    ids = features.get("input_ids")
+    if isinstance(ids, Tensor):
+        attended = features.get("attention_mask")
+        attended = attended.bool() if isinstance(attended, Tensor) else torch.ones_like(ids, dtype=torch.bool)
+        if ids.ndim != 2 or len(ids) != rows or attended.shape != ids.shape:
+            return None
+        keys.append(_hash(ids.long(), attended.long().cumsum(1), attended))
+    for name in _VALUES:
+        if isinstance(features.get(name), Tensor):
+            per_row = _split_rows(features, name, rows)
+            if per_row is None:
+                return None
+            keys.append(torch.stack([_hash_values(values) for values in per_row]))
+    if not keys:
+        return None
+    combined = keys[0]
+    for other in keys[1:]:
+        combined = _mix(combined * _GOLDEN + other)
+    return combined
+
+
+def _split_rows(features: Mapping[str, Any], name: str, rows: int) -> list[Tensor] | None:
+    values, grid = features[name], features.get(_GRIDS.get(name, ""))
+    if not isinstance(grid, Tensor):
+        return list(values) if len(values) == rows else None
+    if len(grid) != rows:  # several images in a row, or none: their rows are not told
+        return None
+    sizes = grid.prod(-1).tolist()
+    if len(values) == rows and values.ndim > 2:
+        patches = [value[:size] for value, size in zip(values, sizes, strict=True)]
+    elif len(values) == sum(sizes):
+        patches = list(values.split(sizes))
+    else:
+        return None
+    return [torch.cat([g.to(v.dtype), v.flatten()]) for g, v in zip(grid, patches, strict=True)]
+
+
+def _hash_values(values: Tensor) -> Tensor:
+    bits = (values.detach().float().flatten() + 0.0).view(torch.int32).long()  # + 0.0: one zero, not two
+    return _hash(bits, torch.arange(1, len(bits) + 1, device=bits.device), bits != 0)
+
+
+def _hash(numbers: Tensor, positions: Tensor, counted: Tensor) -> Tensor:
+    """Sum over the last axis of a random function of number and position: order matters, padding does not."""
+    return (_mix(numbers * _GOLDEN + _mix(positions)) * counted).sum(-1)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """The finaliser of splitmix64: every bit of the result depends on every bit of x."""
+    x = (x ^ _shift(x, 30)) * _MIX_1
+    x = (x ^ _shift(x, 27)) * _MIX_2
+    return x ^ _shift(x, 31)
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift (torch shifts in copies of the sign bit)."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,0 +1,1 @@
+"""The named losses: an objective, its defaults and its documentation."""

@@ -1,0 +1,67 @@
+"""InfoNCE blended with a term on the row's explicit negatives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from typing_extensions import Unpack
+
+from st_colbert_losses.base import LateInteractionLoss
+from st_colbert_losses.losses.infonce import CITATION
+from st_colbert_losses.losses.pairwise_ce import COLPALI_CITATION
+from st_colbert_losses.objectives import explicit_and_infonce
+from st_colbert_losses.options import Options
+
+
+class ColbertNegativeCELoss(LateInteractionLoss):
+    """InfoNCE over the batch's positives, blended with a smooth hinge on each explicit negative.
+
+    ``loss of a row = (1 - w) * mean softplus((h - p) / T) + w * (logsumexp({p, s} / T) - p / T)``, p the positive's
+    score, h those of the row's explicit negatives, s those of the other rows' positives.
+
+    Args:
+        model: The model to train.
+        temperature: T, above 0, of both terms.
+        in_batch_term_weight: w, in [0, 1].
+        **options: See :class:`~st_colbert_losses.base.LateInteractionLoss`.
+
+    References:
+        colpali-engine (``ColbertNegativeCELoss``), after Faysse et al. (2024), https://arxiv.org/abs/2407.01449
+
+    Inputs:
+        =======  ===============================================  ==========================
+        column   holds                                            is a candidate of
+        =======  ===============================================  ==========================
+        0        queries                                          -
+        1        positives                                        every query of the batch
+        2, ...   negatives (at least one column)                  their own row
+        =======  ===============================================  ==========================
+
+    Example:
+        >>> import torch
+        >>> from st_colbert_losses import ColbertNegativeCELoss, Tokens
+        >>> loss = ColbertNegativeCELoss(torch.nn.Identity(), temperature=1.0)
+        >>> queries = Tokens(torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]]))
+        >>> opposites = Tokens(-queries.vectors)
+        >>> round(loss.from_tokens(queries, [queries, opposites]).item(), 4)  # (softplus(-2) + softplus(-1)) / 2
+        0.2201
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        temperature: float = 0.02,
+        in_batch_term_weight: float = 0.5,
+        **options: Unpack[Options],
+    ) -> None:
+        super().__init__(model, explicit_and_infonce, temperature=temperature, explicit_negatives=True, **options)
+        self.in_batch_term_weight = in_batch_term_weight
+
+    def get_config_dict(self) -> dict[str, Any]:
+        return {**super().get_config_dict(), "in_batch_term_weight": self.in_batch_term_weight}
+
+    @property
+    def citation(self) -> str:
+        return super().citation + CITATION + COLPALI_CITATION

@@ -1,0 +1,69 @@
+"""Sigmoid: an independent decision for every pair of query and candidate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from typing_extensions import Unpack
+
+from st_colbert_losses.base import LateInteractionLoss
+from st_colbert_losses.objectives import sigmoid
+from st_colbert_losses.options import Options
+
+CITATION = """
+@inproceedings{zhai2023sigmoid,
+    title = {Sigmoid Loss for Language Image Pre-Training},
+    author = {Zhai, Xiaohua and Mustafa, Basil and Kolesnikov, Alexander and Beyer, Lucas},
+    booktitle = {Proceedings of the IEEE/CVF International Conference on Computer Vision},
+    year = {2023},
+}
+"""
+
+
+class ColbertSigmoidLoss(LateInteractionLoss):
+    """Sigmoid: every (query, candidate) pair is classified as a match or not, independently of the others.
+
+    ``loss of a row = mean over the positive and its negatives of softplus(-y * (score - bias) / T)``, y = +1 for the
+    positive, -1 for a negative.
+
+    Args:
+        model: The model to train.
+        temperature: T, above 0.
+        bias: The score at which a pair is undecided, in units of a score. With many negatives and scores far above 0,
+            as an untrained ColBERT has, a bias near the mean score starts the loss balanced.
+        **options: See :class:`~st_colbert_losses.base.LateInteractionLoss`.
+
+    References:
+        Zhai et al. (2023), SigLIP, https://arxiv.org/abs/2303.15343
+
+    Inputs:
+        =======  ===============================================  ==========================
+        column   holds                                            is a candidate of
+        =======  ===============================================  ==========================
+        0        queries                                          -
+        1        positives                                        every query of the batch
+        2, ...   negatives (optional)                             every query of the batch
+        =======  ===============================================  ==========================
+
+    Example:
+        >>> import torch
+        >>> from st_colbert_losses import ColbertSigmoidLoss, Tokens
+        >>> loss = ColbertSigmoidLoss(torch.nn.Identity(), temperature=1.0, bias=0.5)
+        >>> queries = Tokens(torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]]))
+        >>> round(loss.from_tokens(queries, [queries]).item(), 4)  # (softplus(-0.5) + softplus(-0.5)) / 2
+        0.4741
+    """
+
+    def __init__(
+        self, model: nn.Module, *, temperature: float = 0.02, bias: float = 0.0, **options: Unpack[Options]
+    ) -> None:
+        super().__init__(model, sigmoid, temperature=temperature, **options)
+        self.bias = bias
+
+    def get_config_dict(self) -> dict[str, Any]:
+        return {**super().get_config_dict(), "bias": self.bias}
+
+    @property
+    def citation(self) -> str:
+        return super().citation + CITATION

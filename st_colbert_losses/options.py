@@ -1,0 +1,89 @@
+"""The hyperparameters that every loss takes: their names, types and valid values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from numbers import Real
+from typing import Any
+
+from typing_extensions import TypedDict
+
+
+class Options(TypedDict, total=False):
+    """Keyword arguments of all losses besides the temperature; :class:`LateInteractionLoss` explains each."""
+
+    normalize_scores: bool
+    use_smooth_max: bool
+    tau: float
+    pos_aware_negative_filtering: bool
+    filter_threshold: float
+    filter_factor: float
+    norm_tol: float
+    mask_duplicate_documents: bool
+    gather_across_devices: bool
+
+
+_Rule = tuple[Callable[[Any], bool], str, str]
+
+
+def _number(valid: Callable[[float], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, Real) and not isinstance(value, bool) and valid(float(value))
+
+
+def _flag(remedy: str) -> _Rule:
+    return (lambda value: isinstance(value, bool), "True or False", remedy)
+
+
+_POSITIVE = _number(lambda value: math.isfinite(value) and value > 0)
+_FINITE = _number(math.isfinite)
+_SHARE = _number(lambda value: 0 <= value <= 1)
+
+# name: (is the value valid?, what is expected, what to do)
+_RULES: dict[str, _Rule] = {
+    "temperature": (
+        _POSITIVE,
+        "a finite number above 0",
+        "Scores are means of cosines in [-1, 1]: 0.02 makes a softmax over them sharp, 1.0 a hinge on them smooth.",
+    ),
+    "tau": (
+        _POSITIVE,
+        "a finite number above 0",
+        "Use the default 0.1, or use_smooth_max=False for the exact maximum.",
+    ),
+    "norm_tol": (
+        _number(lambda value: math.isfinite(value) and value >= 0),
+        "a finite number from 0",
+        "Use the default 1e-3.",
+    ),
+    "filter_threshold": (
+        _number(lambda value: 0 < value <= 1),
+        "a number in (0, 1]",
+        "0.95 filters the negatives that score above 95 % of the positive.",
+    ),
+    "filter_factor": (_SHARE, "a number in [0, 1]", "0.5 halves the score of a filtered negative, 1 leaves it."),
+    "in_batch_term_weight": (
+        _SHARE,
+        "a number in [0, 1]",
+        "0 trains on the explicit negatives alone, 1 on the in-batch ones alone.",
+    ),
+    "bias": (_FINITE, "a finite number", "Give the score at which a pair is undecided; 0.0 is the default."),
+    "normalize_scores": _flag("True divides each score by the number of scored query tokens."),
+    "use_smooth_max": _flag("True replaces the maximum by tau * logsumexp."),
+    "pos_aware_negative_filtering": _flag("True lowers the negatives that score close to the positive."),
+    "mask_duplicate_documents": _flag("False lets copies of the positive count as negatives."),
+    "gather_across_devices": _flag("True shares the documents of all processes as negatives."),
+}
+
+
+def check_option(owner: str, name: str, value: object) -> None:
+    """Refuse an invalid hyperparameter; names without a rule pass.
+
+    Raises:
+        ValueError: Saying who, got, expected and the remedy.
+    """
+    if name not in _RULES:
+        return
+    valid, expected, remedy = _RULES[name]
+    if not valid(value):
+        raise ValueError(f"{owner}: got {name}={value!r}, expected {expected}. {remedy}")
