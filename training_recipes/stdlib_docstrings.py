@@ -9,11 +9,13 @@ Cleaning, in this order:
 
 1. Functions, methods and classes only; test suites, IDLE, lib2to3, demos and bundled wheels are left out, and so are
    files that are not UTF-8.
-2. Leading lines that are a call signature (`split(s, sep=None) -> list`) are no sentence: they are dropped.
-3. The query is the first sentence of the first paragraph; whitespace is normalised on both sides.
+2. Leading lines that are a call signature (`split(s, sep=None) -> list`) are no sentence: they are dropped. So are
+   pairs whose query would be code or grammar (`>>>`, `->`, ` = `).
+3. The query is the first sentence of the first paragraph; whitespace is normalised on both sides, and a document that
+   repeats the sentence loses the copy.
 4. The object's own name is cut out of the query (whole words, any case, with a dotted prefix, quotes and call
-   parentheses around it), because the rest of a docstring often repeats it: what remains says what the object does, not
-   what it is called.
+   parentheses around it), because the rest of a docstring often repeats it: what remains says what the object does,
+   not what it is called.
 5. Pairs with fewer than `MIN_QUERY_WORDS` or `MIN_DOCUMENT_WORDS` words left are dropped.
 6. Near-duplicates are dropped: of two pairs whose queries or documents share `NEAR_DUPLICATE` of their distinct words
    (Jaccard) the first by name stays. Overridden methods and the C/Python twins of a module go this way.
@@ -26,9 +28,9 @@ slightly other pairs; one version gives the same pairs in the same order every t
 from __future__ import annotations
 
 import ast
-import hashlib
 import re
 import sysconfig
+import zlib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -39,28 +41,30 @@ from sklearn.feature_extraction.text import CountVectorizer
 MIN_QUERY_WORDS = 4
 MIN_DOCUMENT_WORDS = 10
 NEAR_DUPLICATE = 0.8
-DEV_SHARE, TEST_SHARE = 0.12, 0.2  # of the module families; the rest trains
+DEV_SHARE, TEST_SHARE = 0.15, 0.2  # of the module families; the rest trains
 
 SKIPPED_FOLDERS = {
     *("test", "tests", "idlelib", "idle_test", "lib2to3", "turtledemo", "pydoc_data", "ensurepip"),
     *("site-packages", "dist-packages", "__pycache__", "_bundled", "_vendor"),
 }
-# Modules that document the same things under names that do not show it.
+# Modules that document the same things under names that do not show it: one family each.
 RELATIVES = {
+    **dict.fromkeys(("concurrent", "multiprocessing", "threading", "threading_local", "queue"), "asyncio"),
     **dict.fromkeys(("posixpath", "ntpath", "genericpath", "nturl2path"), "os"),
     **dict.fromkeys(("pyio", "compression", "bz2", "lzma", "gzip"), "io"),
     **dict.fromkeys(("collections_abc", "abc", "py_abc"), "collections"),
     **dict.fromkeys(("sre_compile", "sre_constants", "sre_parse"), "re"),
     **dict.fromkeys(("pydecimal", "fractions", "numbers"), "decimal"),
     **dict.fromkeys(("pydatetime", "strptime", "calendar"), "datetime"),
-    "pylong": "int",
+    **dict.fromkeys(("ssl", "selectors", "socketserver"), "socket"),
     "turtle": "tkinter",
     "weakrefset": "weakref",
 }
 
-SIGNATURE = re.compile(r"^[\w.]+\s*\(.*\)\s*(?:(?:->|=>|--?|:)\s*.{0,40})?$|^[\w.]+\([^)]*\)\s*->.*$")
+SIGNATURE = re.compile(r"[\w.]+ ?\(.*\)\W*|[\w.]+ ?\(.*\) (?:->|=>|=|--) .*|[^A-Z]* [-=]> .*")
+NO_SENTENCE = re.compile(r">>>|->|=>| = ")
 ABBREVIATION = re.compile(r"(?:\b(?:e\.g|i\.e|etc|vs|cf|resp|approx|incl|[A-Z])|\.\.)\.$")
-SENTENCE_END = re.compile(r"(?<=[.!?])[)\"'`]*\s+(?=[^\sa-z])")
+SENTENCE_END = re.compile(r"(?<=[.!?])[)\"'`]*\s+(?=[^\sa-z])|\s+(?=>>> )")
 WORD = re.compile(r"[^\W_]+")
 
 
@@ -96,9 +100,11 @@ def load_pairs() -> tuple[Pair, ...]:
         if SKIPPED_FOLDERS.isdisjoint(parts):
             module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
             for name, docstring in docstrings(file, module):
-                query, document = first_sentence(docstring)
-                query = without_name(query, name.rpartition(".")[2])
-                if words(query) >= MIN_QUERY_WORDS and words(document) >= MIN_DOCUMENT_WORDS:
+                sentence, document = first_sentence(docstring)
+                query = without_name(sentence, name.rpartition(".")[2])
+                document = " ".join(document.replace(sentence, " ").split())
+                long_enough = words(query) >= MIN_QUERY_WORDS and words(document) >= MIN_DOCUMENT_WORDS
+                if long_enough and not NO_SENTENCE.search(query):
                     pairs.append(Pair(name, family(module), split_of(family(module)), query, document))
     pairs.sort()
     twins = near_duplicates([pair.query for pair in pairs]) | near_duplicates([pair.document for pair in pairs])
@@ -128,11 +134,13 @@ def docstrings(file: Path, module: str) -> Iterator[tuple[str, str]]:
 
 def first_sentence(docstring: str) -> tuple[str, str]:
     """Split a docstring into its first sentence and the rest, both on one line; leading signatures are dropped."""
-    lines = docstring.splitlines()
-    while lines and (not lines[0].strip() or SIGNATURE.match(lines[0].strip())):
+    paragraphs = [part.strip() for part in re.split(r"\n\s*\n", docstring.strip())]
+    while paragraphs and SIGNATURE.fullmatch(" ".join(paragraphs[0].split())):
+        paragraphs.pop(0)
+    lines = paragraphs[0].splitlines() if paragraphs else []
+    while lines and SIGNATURE.fullmatch(lines[0].strip()):
         lines.pop(0)
-    paragraph, _, rest = "\n".join(lines).partition("\n\n")
-    paragraph, rest = " ".join(paragraph.split()), " ".join(rest.split())
+    paragraph, rest = " ".join(" ".join(lines).split()), " ".join(" ".join(paragraphs[1:]).split())
     for end in SENTENCE_END.finditer(paragraph):
         sentence = paragraph[: end.end()].strip()
         if not ABBREVIATION.search(sentence):
@@ -145,7 +153,7 @@ def without_name(query: str, name: str) -> str:
     bare = re.escape(name.strip("_") or name)
     mention = re.compile(rf"[\"'`]*(?<!\w)(?:\w+\.)*_*{bare}_*(?!\w)(?:\(\))?[\"'`]*", re.IGNORECASE)
     query = " ".join(mention.sub(" ", query).split())
-    return re.sub(r"\s+([.,;:!?])", r"\1", query).lstrip(" .,;:-").strip()
+    return re.sub(r"\s+([.,;:!?])(?=\s|$)", r"\1", query).lstrip(" .,;:+*-").strip()
 
 
 def words(text: str) -> int:
@@ -171,7 +179,7 @@ def family(module: str) -> str:
 
 def split_of(family: str) -> str:
     """Return the split of a module family, from a hash of its name."""
-    share = int.from_bytes(hashlib.sha256(family.encode()).digest()[:4], "big") / 2**32
+    share = zlib.crc32(family.encode()) / 2**32
     return "test" if share < TEST_SHARE else "dev" if share < TEST_SHARE + DEV_SHARE else "train"
 
 
