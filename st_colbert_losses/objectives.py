@@ -1,7 +1,8 @@
 """The objectives: pure functions from the scores of a batch to one loss per query.
 
-Each returns (B,), in the dtype of the scores. Notation in the formulas: ``p`` the positive's score, ``s`` the scores of
-the row's negatives in the pool, ``h`` of its explicit negatives, ``T`` the temperature. Minus infinity in ``s`` and ``h`` stands for "no negative" and is neutral.
+Each returns (B,), in the dtype of the scores. Notation in the formulas: ``p`` the positive's score, ``s`` the scores
+of the row's negatives in the pool, ``h`` of its explicit negatives, ``T`` the temperature. Minus infinity in ``s`` and
+``h`` stands for "no negative" and is neutral.
 """
 
 from __future__ import annotations
