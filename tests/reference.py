@@ -31,7 +31,7 @@ def maxsim(query: Tensor, document: Tensor, tau: float | None = None) -> Tensor:
     if len(document) == 0:
         return total
     for token in query:
-        similarities = [sum(a * b for a, b in zip(token, other)) for other in document]
+        similarities = [sum(a * b for a, b in zip(token, other, strict=True)) for other in document]
         if tau is None:
             total = total + max(similarities)
         else:

@@ -1,0 +1,55 @@
+# make train   train a retriever (LOSS=ColbertSigmoidLoss, WORLD=st, ARGS="--learning_rate 3e-5" to choose)
+# make test    run the whole suite in both worlds
+# make lint    style, formatting and types
+#
+# Each world has an environment of its own, .venvs/pylate and .venvs/st: PyLate and sentence-transformers 6 cannot be
+# installed together. They are made where missing and brought up to date when pyproject.toml changes.
+
+PYTHON ?= python3
+WORLD ?= pylate
+LOSS ?= ColbertLoss
+ARGS ?=
+
+PIP_INSTALL = bin/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: train test lint clean
+
+train: .venvs/$(WORLD)/.train-ready
+	.venvs/$(WORLD)/bin/python -m training_recipes.train --world $(WORLD) --loss $(LOSS) $(ARGS)
+
+test: .venvs/pylate/.test-ready .venvs/st/.test-ready
+	@echo "== World P: PyLate"
+	.venvs/pylate/bin/python -m pytest -q
+	@echo "== World M: sentence-transformers 6"
+	.venvs/st/bin/python -m pytest -q
+
+lint: .venvs/st/.test-ready
+	.venvs/st/bin/ruff check .
+	.venvs/st/bin/ruff format --check .
+	.venvs/st/bin/mypy
+
+.venvs/pylate/.train-ready: pyproject.toml | .venvs/pylate
+	@echo "Installing PyLate and what it trains with into .venvs/pylate (5 GB, a few minutes) ..."
+	.venvs/pylate/$(PIP_INSTALL) --editable ".[pylate,recipes]"
+	@touch $@
+
+.venvs/st/.train-ready: pyproject.toml | .venvs/st
+	@echo "Installing sentence-transformers 6 and what it trains with into .venvs/st (6 GB, a few minutes) ..."
+	.venvs/st/$(PIP_INSTALL) --editable ".[image,recipes]" "sentence-transformers>=6.2,<7"
+	@touch $@
+
+# colpali-engine, one of the peers that the tests compare with, pins an older torch than world M has.
+.venvs/pylate/.test-ready: .venvs/pylate/.train-ready
+	.venvs/pylate/$(PIP_INSTALL) --editable ".[pylate,dev]" "colpali-engine==0.3.18"
+	@touch $@
+
+.venvs/st/.test-ready: .venvs/st/.train-ready
+	.venvs/st/$(PIP_INSTALL) --editable ".[image,dev]" "sentence-transformers>=6.2,<7"
+	@touch $@
+
+.venvs/pylate .venvs/st:
+	$(PYTHON) -m venv $@
+	$@/$(PIP_INSTALL) --upgrade pip
+
+clean:
+	rm -rf .venvs output
