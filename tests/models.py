@@ -5,15 +5,15 @@ from __future__ import annotations
 import importlib.util
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import BertConfig, BertModel, BertTokenizerFast
 
 PYLATE = importlib.util.find_spec("pylate") is not None
-WORDS = (
-    "red green blue one two three four five six seven eight nine ten cat dog bird fish sings eats sleeps what".split()
-)
+TEXT = "red green blue one two three four five six seven eight nine ten cat dog bird fish sings eats sleeps what"
+WORDS = TEXT.split()
 
 
 def bert_folder(folder: Path, hidden: int = 16, layers: int = 2, dropout: float = 0.0) -> Path:
@@ -57,3 +57,37 @@ def tiny_model(*, dropout: float = 0.0, expansion: bool = True) -> nn.Module:
         from sentence_transformers import MultiVectorEncoder
 
         return MultiVectorEncoder(path, device="cpu")
+
+
+def columns(model: nn.Module, queries: list[str], *documents: list[str]) -> list[dict[str, Any]]:
+    """Feature dicts of a batch, tokenised as this world's trainer does: column 0 the queries, then documents."""
+    if PYLATE:
+        texts = [(queries, True), *((column, False) for column in documents)]
+        return [model.tokenize(column, is_query=is_query, pad=True) for column, is_query in texts]
+    texts = [(queries, "query"), *((column, "document") for column in documents)]
+    return [{**model.preprocess(column, task=task), "task": task} for column, task in texts]
+
+
+def encoded(model: nn.Module, texts: list[str], *, is_query: bool) -> list[Tensor]:
+    """The scored token embeddings of each text, (tokens, D) and unit length, as this world's own search gets them."""
+    if PYLATE:
+        return model.encode(texts, is_query=is_query, convert_to_numpy=False, show_progress_bar=False)
+    encode = model.encode_query if is_query else model.encode_document
+    return encode(texts, show_progress_bar=False)
+
+
+def gradients(value: Tensor, model: nn.Module) -> dict[str, Tensor]:
+    """The gradient of a loss by parameter, as float64; parameters that take no part are left out."""
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    grads = torch.autograd.grad(value, [p for _, p in named], allow_unused=True)
+    return {name: g.double() for (name, _), g in zip(named, grads, strict=True) if g is not None}
+
+
+def assert_same_gradients(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    """Compare with the largest entry of all parameters as the unit; a loss without any gradient proves nothing."""
+    assert actual.keys() == expected.keys()
+    largest = max(float(g.abs().max()) for g in expected.values())
+    assert largest > 0
+    for name, gradient in expected.items():
+        difference = float((actual[name] - gradient).abs().max()) / largest
+        assert difference <= tolerance, f"{name}: {difference:.2e} of the largest gradient"
