@@ -28,8 +28,10 @@ slightly other pairs; one version gives the same pairs in the same order every t
 from __future__ import annotations
 
 import ast
+import os
 import re
 import sysconfig
+import warnings
 import zlib
 from collections.abc import Iterator
 from functools import cache
@@ -95,26 +97,34 @@ def load_pairs() -> tuple[Pair, ...]:
     """
     library = Path(sysconfig.get_path("stdlib"))
     pairs = []
-    for file in sorted(library.rglob("*.py")):
+    for file in source_files(library):
         parts = file.relative_to(library).with_suffix("").parts
-        if SKIPPED_FOLDERS.isdisjoint(parts):
-            module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-            for name, docstring in docstrings(file, module):
-                sentence, document = first_sentence(docstring)
-                query = without_name(sentence, name.rpartition(".")[2])
-                document = " ".join(document.replace(sentence, " ").split())
-                long_enough = words(query) >= MIN_QUERY_WORDS and words(document) >= MIN_DOCUMENT_WORDS
-                if long_enough and not NO_SENTENCE.search(query):
-                    pairs.append(Pair(name, family(module), split_of(family(module)), query, document))
+        module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        for name, docstring in docstrings(file, module):
+            sentence, document = first_sentence(docstring)
+            query = without_name(sentence, name.rpartition(".")[2])
+            document = " ".join(document.replace(sentence, " ").split())
+            long_enough = words(query) >= MIN_QUERY_WORDS and words(document) >= MIN_DOCUMENT_WORDS
+            if long_enough and not NO_SENTENCE.search(query):
+                pairs.append(Pair(name, family(module), split_of(family(module)), query, document))
     pairs.sort()
     twins = near_duplicates([pair.query for pair in pairs]) | near_duplicates([pair.document for pair in pairs])
     return tuple(pair for row, pair in enumerate(pairs) if row not in twins)
 
 
+def source_files(library: Path) -> Iterator[Path]:
+    """Yield the library's own source files."""
+    for folder, subfolders, names in os.walk(library):
+        subfolders[:] = set(subfolders) - SKIPPED_FOLDERS
+        yield from (Path(folder, name) for name in names if name.endswith(".py"))
+
+
 def docstrings(file: Path, module: str) -> Iterator[tuple[str, str]]:
     """Yield the qualified name and the docstring of each function, method and class that a source file defines."""
     try:
-        tree = ast.parse(file.read_text(encoding="utf-8"))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # old escapes in string literals are not our business
+            tree = ast.parse(file.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, SyntaxError):
         return
 
@@ -126,7 +136,7 @@ def docstrings(file: Path, module: str) -> Iterator[tuple[str, str]]:
                 if docstring:
                     yield name, docstring
                 yield from visit(child, name)
-            else:
+            elif not isinstance(child, ast.expr):
                 yield from visit(child, prefix)
 
     yield from visit(tree, module)
@@ -150,9 +160,10 @@ def first_sentence(docstring: str) -> tuple[str, str]:
 
 def without_name(query: str, name: str) -> str:
     """Cut every mention of an object's own name out of its query."""
-    bare = re.escape(name.strip("_") or name)
-    mention = re.compile(rf"[\"'`]*(?<!\w)(?:\w+\.)*_*{bare}_*(?!\w)(?:\(\))?[\"'`]*", re.IGNORECASE)
-    query = " ".join(mention.sub(" ", query).split())
+    bare = name.strip("_") or name
+    if bare.lower() in query.lower():
+        mention = rf"[\"'`]*(?<!\w)(?:\w+\.)*_*{bare}_*(?!\w)(?:\(\))?[\"'`]*"
+        query = " ".join(re.sub(mention, " ", query, flags=re.IGNORECASE).split())
     return re.sub(r"\s+([.,;:!?])(?=\s|$)", r"\1", query).lstrip(" .,;:+*-").strip()
 
 

@@ -1,0 +1,266 @@
+"""The recipe trains in the world that is installed, on the same pairs every time, and says at once what is wrong."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import pytest
+from datasets import Dataset, enable_progress_bars
+from transformers import BertConfig, BertModel, BertTokenizerFast
+from transformers import logging as transformers_logging
+
+import st_colbert_losses
+from training_recipes import bm25, retrieval_task, stdlib_docstrings, train
+from training_recipes.stdlib_docstrings import load_pairs
+
+ROOT = Path(__file__).parents[1]
+SHORT = "--max_train_pairs 12 --batch_size 4 --max_steps 2 --evaluations 2 --max_queries 6 --max_documents 24".split()
+
+
+@pytest.fixture(scope="module")
+def tiny_bert(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with a two-layer BERT of random weights, and a tokenizer that spells."""
+    folder = tmp_path_factory.mktemp("tiny-bert")
+    letters = [*"abcdefghijklmnopqrstuvwxyz0123456789.,:;()[]'`-_"]
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{letter}" for letter in letters)]
+    (folder / "vocab.txt").write_text("\n".join(vocabulary))
+    BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    BertModel(BertConfig(vocab_size=len(vocabulary), **sizes)).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(autouse=True)
+def _quiet_settings_end_with_the_test():
+    verbosity = transformers_logging.get_verbosity()
+    yield
+    transformers_logging.set_verbosity(verbosity)
+    transformers_logging.enable_progress_bar()
+    enable_progress_bars()
+
+
+def refusal(*argv: str) -> str:
+    """Run the script, which must stop before it trains, and return its one line."""
+    with pytest.raises(SystemExit) as stopped:
+        train.main([*argv])
+    assert isinstance(stopped.value.code, str)
+    assert "\n" not in stopped.value.code
+    return stopped.value.code
+
+
+# The task
+
+
+def test_pairs_are_the_same_every_time():
+    once = load_pairs()
+    load_pairs.cache_clear()
+    assert load_pairs() == once
+
+
+def test_pairs_do_not_depend_on_the_hash_seed():
+    code = "import zlib, training_recipes.stdlib_docstrings as s; print(zlib.crc32(repr(s.load_pairs()).encode()))"
+    other = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONHASHSEED": "7" if os.environ.get("PYTHONHASHSEED") != "7" else "8"},
+        check=True,
+        capture_output=True,
+    )
+    assert int(other.stdout) == zlib.crc32(repr(load_pairs()).encode())
+
+
+def test_counts_are_sane():
+    splits = [pair.split for pair in load_pairs()]
+    assert 1800 <= len(splits) <= 3000
+    assert splits.count("train") > 0.5 * len(splits)
+    assert 150 <= splits.count("dev") <= 600
+    assert 300 <= splits.count("test") <= 900
+
+
+def test_no_module_is_on_two_sides():
+    sides: dict[str, set[str]] = {}
+    for pair in load_pairs():
+        sides.setdefault(pair.name.partition(".")[0], set()).add(pair.split)
+        sides.setdefault(pair.family, set()).add(pair.split)
+    assert {module: parts for module, parts in sides.items() if len(parts) > 1} == {}
+
+
+def test_queries_do_not_name_their_object():
+    for pair in load_pairs():
+        name = re.escape(pair.name.rpartition(".")[2].strip("_"))
+        assert not re.search(rf"(?<!\w)_*{name}_*(?!\w)", pair.query, re.IGNORECASE), pair
+
+
+def test_texts_are_clean_and_long_enough():
+    for pair in load_pairs():
+        for text, least in (
+            (pair.query, stdlib_docstrings.MIN_QUERY_WORDS),
+            (pair.document, stdlib_docstrings.MIN_DOCUMENT_WORDS),
+        ):
+            assert text == " ".join(text.split())
+            assert stdlib_docstrings.words(text) >= least
+
+
+def test_no_near_duplicates_remain():
+    pairs = load_pairs()
+    assert stdlib_docstrings.near_duplicates([pair.query for pair in pairs]) == set()
+    assert stdlib_docstrings.near_duplicates([pair.document for pair in pairs]) == set()
+
+
+@pytest.mark.parametrize(
+    ("docstring", "query", "rest"),
+    [
+        ("Do a thing.  Then\nanother.", "Do a thing.", "Then another."),
+        ("f(x) -> int\n\nDo a thing.\n\nMore of it.", "Do a thing.", "More of it."),
+        ("f(x)\nDo a thing, e.g. this.  More.", "Do a thing, e.g. this.", "More."),
+        ("Do a thing\n\nMore of it.", "Do a thing", "More of it."),
+        ("f(x) -> int", "", ""),
+    ],
+)
+def test_first_sentence(docstring: str, query: str, rest: str):
+    assert stdlib_docstrings.first_sentence(docstring) == (query, rest)
+
+
+@pytest.mark.parametrize(
+    ("query", "name", "left"),
+    [
+        ("Open a file.", "open", "a file."),
+        ("The `json.loads()` of a reopened file, loads.", "loads", "The of a reopened file,."),
+        ("Call __init__ of it.", "__init__", "Call of it."),
+    ],
+)
+def test_own_name_is_cut_out(query: str, name: str, left: str):
+    assert stdlib_docstrings.without_name(query, name) == left
+
+
+# The negatives
+
+
+def test_negatives_are_other_training_documents():
+    splits = retrieval_task.embedded_splits()
+    rows = bm25.add_negatives(splits["train"])
+    assert rows.column_names == ["query", "positive", "negative"]
+    known = set(rows["positive"])
+    for row in rows:
+        assert row["negative"] in known
+        assert bm25.overlap(row["negative"], row["positive"]) < bm25.SAME_DOCUMENT
+
+
+def test_negatives_skip_copies_and_other_answers_to_the_query():
+    rows = Dataset.from_dict(
+        {
+            "query": ["red apple", "red apple", "red apple pie", "blue sky"],
+            "positive": ["red apple one", "a red apple two", "red apple one pie", "blue sky three"],
+        }
+    )
+    negatives = bm25.add_negatives(rows)["negative"]
+    assert negatives[0] not in ("red apple one", "a red apple two")
+    assert negatives[1] not in ("red apple one", "a red apple two")
+
+
+def test_negatives_of_documents_all_alike_are_refused():
+    rows = Dataset.from_dict({"query": ["one", "two"], "positive": ["the same text", "the same text"]})
+    with pytest.raises(ValueError, match="no negative found"):
+        bm25.add_negatives(rows)
+
+
+# The script
+
+
+@pytest.mark.parametrize("loss", train.LOSSES)
+def test_every_loss_trains(loss: str, tiny_bert: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    train.main(["--loss", loss, "--model", tiny_bert, "--output_dir", str(tmp_path), *SHORT])
+    told = capsys.readouterr().out
+    for system in ("BM25", "dense start", "ColBERT, untrained", "ColBERT, trained"):
+        assert told.count(system) == 2  # when measured, and in the closing table
+    assert (tmp_path / "training_curve.png").stat().st_size > 1000
+    assert list(tmp_path.glob("**/*.safetensors"))
+    card = (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert f"loss:{loss}" in card
+    assert f"`st_colbert_losses` {st_colbert_losses.__version__}" in card
+    assert "![" in card.partition("## How this model was trained")[2].partition("\n## ")[0]
+
+
+def test_the_usage_that_is_printed_runs(tiny_bert: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    train.main(["--model", tiny_bert, "--output_dir", str(tmp_path), *SHORT])
+    usage = capsys.readouterr().out.partition("To use the model:\n")[2]
+    exec(usage, {})
+    assert capsys.readouterr().out.strip()
+
+
+def test_runs_from_the_command_line(tiny_bert: str, tmp_path: Path):
+    command = [sys.executable, "-m", "training_recipes.train", "--model", tiny_bert, "--output_dir", str(tmp_path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, *SHORT], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "ColBERT, trained" in done.stdout
+    assert "Warning" not in done.stderr
+
+
+def test_trains_on_a_file_of_triplets(tiny_bert: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    rows = [{"anchor": f"query {n}", "positive": f"document {n}", "negative": f"wrong {n}"} for n in range(20)]
+    Dataset.from_list(rows).to_json(tmp_path / "rows.jsonl")
+    out = str(tmp_path / "out")
+    argv = ["--loss", "ColbertNegativeCELoss", "--dataset", str(tmp_path / "rows.jsonl"), "--output_dir", out]
+    train.main([*argv, "--model", tiny_bert, *SHORT])
+    assert "2 test queries over 40 documents" not in capsys.readouterr().out  # cut by --max_documents
+    assert "negative" in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+
+
+def test_unknown_loss_lists_the_choices():
+    message = refusal("--loss", "ColbertLos")
+    assert "'ColbertLos'" in message
+    assert "ColbertSigmoidLoss" in message
+
+
+def test_unknown_flag():
+    assert "--los_s" in refusal("--los_s", "1")
+
+
+def test_unknown_world():
+    assert "pylate or st" in refusal("--world", "jax")
+
+
+@pytest.mark.parametrize(("flag", "value"), [("--batch_size", "0"), ("--epochs", "-1"), ("--evaluations", "1")])
+def test_impossible_numbers(flag: str, value: str):
+    assert flag in refusal(flag, value)
+
+
+def test_output_folder_that_cannot_be_written(tmp_path: Path):
+    (tmp_path / "file").write_text("in the way")
+    assert "cannot write" in refusal("--output_dir", str(tmp_path / "file"))
+
+
+@pytest.mark.parametrize(
+    ("rows", "complaint"),
+    [
+        ([{"text": "a", "label": "b"}] * 5, "text, label"),
+        ([{"query": "a", "label": "b"}] * 5, "query, label"),
+        ([{"query": "", "positive": ""}] * 5, "too few"),
+        ([{"query": "a", "positive": "b"}], "too few"),
+    ],
+)
+def test_datasets_that_cannot_be_used(rows: list[dict], complaint: str, tmp_path: Path):
+    Dataset.from_list(rows).to_json(tmp_path / "rows.jsonl")
+    message = refusal("--dataset", str(tmp_path / "rows.jsonl"), "--output_dir", str(tmp_path / "out"))
+    assert complaint in message
+
+
+def test_a_dataset_that_is_not_there(tmp_path: Path):
+    assert "cannot use the dataset" in refusal("--dataset", "no/such-data", "--output_dir", str(tmp_path))
+
+
+def test_a_model_that_is_not_there(tmp_path: Path):
+    assert "no/such-model" in refusal("--model", "no/such-model", "--output_dir", str(tmp_path))
+
+
+def test_loss_arguments_that_do_not_fit(tiny_bert: str, tmp_path: Path):
+    argv = ["--model", tiny_bert, "--output_dir", str(tmp_path)]
+    assert "cannot make ColbertLoss" in refusal(*argv, "--loss_arguments", '{"heat": 3}')
+    assert "cannot make ColbertLoss" in refusal(*argv, "--loss_arguments", "{heat}")
+    assert "temperature" in refusal(*argv, "--temperature", "-1")

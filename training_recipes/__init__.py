@@ -1,0 +1,1 @@
+"""Training recipes: flat scripts, run from a checkout as `python -m training_recipes.train`."""

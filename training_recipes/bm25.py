@@ -1,0 +1,61 @@
+"""BM25 twice: the ranking that a trained model has to beat, and the negatives that two of the losses need."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import bm25s
+from datasets import Dataset
+
+DEPTH = 20  # candidates per query among which a negative is looked for
+SAME_DOCUMENT = 0.8  # Jaccard overlap of words from which a candidate counts as another copy of the positive
+
+
+def rank(queries: list[str], documents: list[str], k: int) -> list[list[tuple[int, float]]]:
+    """Return, for each query, the numbers and BM25 scores (bm25s, its defaults) of its k best documents."""
+    index = bm25s.BM25()
+    index.index(bm25s.tokenize(documents, show_progress=False), show_progress=False)
+    numbers, scores = index.retrieve(
+        bm25s.tokenize(queries, show_progress=False), k=min(k, len(documents)), show_progress=False
+    )
+    return [list(zip(*row, strict=True)) for row in zip(numbers.tolist(), scores.tolist(), strict=True)]
+
+
+def best_hits(queries: list[str], corpus: dict[str, str]) -> list[list[dict[str, Any]]]:
+    """Return the ten best documents of each query in the form that the evaluators' `compute_metrics` takes."""
+    ids = list(corpus)
+    return [
+        [{"corpus_id": ids[number], "score": score} for number, score in row]
+        for row in rank(queries, list(corpus.values()), k=10)
+    ]
+
+
+def add_negatives(train: Dataset) -> Dataset:
+    """Add to every row the best BM25 document that does not answer its query, as the column `negative`.
+
+    Candidates are the positives of the training rows themselves, nothing that is held out. Skipped are the row's own
+    positive, the positives of rows with the same query, and copies of the positive (`SAME_DOCUMENT`).
+    """
+    queries, positives = list(train["query"]), list(train["positive"])
+    documents = list(dict.fromkeys(positives))
+    answers: dict[str, set[str]] = {}
+    for query, positive in zip(queries, positives, strict=True):
+        answers.setdefault(query, set()).add(positive)
+
+    negatives = []
+    for query, positive, ranked in zip(queries, positives, rank(queries, documents, DEPTH), strict=True):
+        # Where BM25 has nothing left, any other document will do.
+        candidates = chain((documents[number] for number, _ in ranked), documents)
+        wrong = (text for text in candidates if text not in answers[query])
+        negative = next((text for text in wrong if overlap(text, positive) < SAME_DOCUMENT), None)
+        if negative is None:
+            raise ValueError(f"no negative found for {query!r}: all training documents are like its positive")
+        negatives.append(negative)
+    return train.add_column("negative", negatives)
+
+
+def overlap(first: str, second: str) -> float:
+    """Return the share of distinct words that two texts have in common (Jaccard)."""
+    one, other = set(first.lower().split()), set(second.lower().split())
+    return len(one & other) / max(1, len(one | other))

@@ -1,0 +1,38 @@
+"""World M: sentence-transformers' own MultiVectorEncoder and its trainer."""
+
+from __future__ import annotations
+
+from datasets import Dataset
+from sentence_transformers import MultiVectorEncoder, MultiVectorEncoderTrainer
+from sentence_transformers import MultiVectorEncoderTrainingArguments as TrainingArguments
+from sentence_transformers.multi_vector_encoder.evaluation import MultiVectorInformationRetrievalEvaluator
+from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator as DenseEvaluator
+from torch import nn
+
+__all__ = ["USAGE", "DenseEvaluator", "Evaluator", "TrainingArguments", "load_model", "make_trainer"]
+
+Evaluator = MultiVectorInformationRetrievalEvaluator
+
+USAGE = """\
+from sentence_transformers import MultiVectorEncoder
+
+model = MultiVectorEncoder({path!r})
+queries = model.encode_query(["where am I?"])
+documents = model.encode_document(["Return the current working directory.", "Remove a file or an empty folder."])
+print(model.similarity(queries, documents))"""
+
+
+def load_model(name: str, query_length: int | None, document_length: int | None) -> MultiVectorEncoder:
+    """Load a multi-vector model, or make one from an encoder by adding a random projection to 128 dimensions."""
+    model = MultiVectorEncoder(name)
+    transformer = model[0]
+    if query_length is not None and transformer.query_expansion is None:  # an expansion has a length of its own
+        transformer.query_length = query_length
+    if document_length is not None:
+        transformer.document_length = document_length
+    return model
+
+
+def make_trainer(model: MultiVectorEncoder, args: TrainingArguments, train: Dataset, loss: nn.Module, **options):
+    """Return the trainer; its collator takes the first column as the query, all others as documents."""
+    return MultiVectorEncoderTrainer(model=model, args=args, train_dataset=train, loss=loss, **options)
