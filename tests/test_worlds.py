@@ -179,6 +179,19 @@ def test_content_is_what_the_trainer_passed(where: str) -> None:
     torch.testing.assert_close(value, torch.tensor(2.0).log(), rtol=VALUE, atol=VALUE)
 
 
+@pytest.mark.parametrize("smooth", [False, True])
+def test_scoring_ignores_autocast(smooth: bool) -> None:
+    """Same bits with autocast around the loss: the embeddings here come from a table, which it leaves alone."""
+    model, features = Plain(), plain_columns([3, 2], [4, 1], [2, 2])
+    loss = ColbertNegativeCELoss(model, temperature=1.0, use_smooth_max=smooth)
+    expected = loss(features)
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = loss(features)
+    assert actual.dtype == torch.float32
+    assert torch.equal(actual, expected)
+    assert_same_gradients(gradients(actual, model), gradients(expected, model), 0)
+
+
 def test_loss_goes_through_the_model_it_holds() -> None:
     """Trainers replace ``loss.model`` by a wrapper after construction; all forwards must go through it."""
 
