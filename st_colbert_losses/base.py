@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from st_colbert_losses.checks import check_columns, check_labels, check_rows
+from st_colbert_losses.checks import check_columns, check_labels, check_replay, check_rows
 from st_colbert_losses.columns import Column
 from st_colbert_losses.content import content_keys
 from st_colbert_losses.distributed import world_size
 from st_colbert_losses.encoding import embed, is_document_column
+from st_colbert_losses.features import count_rows
+from st_colbert_losses.mini_batches import embed_in_mini_batches
 from st_colbert_losses.options import Options, check_option
 from st_colbert_losses.scores import Scores, lower_likely_positives, score
 from st_colbert_losses.tokens import Tokens
@@ -113,6 +115,10 @@ class LateInteractionLoss(nn.Module):
         self.norm_tol = norm_tol
         self.mask_duplicate_documents = mask_duplicate_documents
         self.gather_across_devices = gather_across_devices
+        # Set by the forms that cache gradients; None encodes each column at once.
+        self.mini_batch_size: int | None = None
+        self.mini_batch_num_tokens: int | None = None
+        self.show_progress_bar = False
         self._said: set[str] = set()
         self._forwards = 0
 
@@ -122,7 +128,9 @@ class LateInteractionLoss(nn.Module):
 
     def get_config_dict(self) -> dict[str, Any]:
         """The hyperparameters, for the model card; JSON-safe."""
-        names = ("temperature", *Options.__annotations__)
+        names = ["temperature", *Options.__annotations__]
+        if self._caches:
+            names += ["mini_batch_size", "mini_batch_num_tokens"]
         return {name: getattr(self, name) for name in names}
 
     def extra_repr(self) -> str:
@@ -152,7 +160,7 @@ class LateInteractionLoss(nn.Module):
                 "column 0 was tokenised as documents, but it holds the queries. PyLate goes by the column's name: "
                 "rename it so that it contains 'query' or 'anchor'.",
             )
-        tokens = [embed(self.model, column, is_query=i == 0) for i, column in enumerate(features)]
+        tokens = self._embed(features)
         keys: list[Tensor | None] = [None] * len(tokens)
         if self.mask_duplicate_documents:
             keys = [content_keys(column, len(t)) for column, t in zip(features, tokens, strict=True)]
@@ -179,6 +187,31 @@ class LateInteractionLoss(nn.Module):
         tokens = [queries, *documents]
         check_columns(self._name, len(tokens), self.explicit_negatives)
         return self._loss(tokens, [None] * len(tokens), labels)
+
+    @property
+    def _caches(self) -> bool:
+        return self.mini_batch_size is not None or self.mini_batch_num_tokens is not None
+
+    def _embed(self, features: list[dict[str, Any]]) -> list[Tokens]:
+        if not self._caches:
+            return [embed(self.model, column, is_query=i == 0) for i, column in enumerate(features)]
+        check_replay(self._name, self.model, features)
+        rows = count_rows(features[0])
+        if torch.is_grad_enabled() and self.mini_batch_num_tokens is None and rows <= (self.mini_batch_size or rows):
+            self._say(
+                logging.WARNING,
+                "mini-batch",
+                f"a mini-batch of {self.mini_batch_size} holds the whole batch of {rows} rows, so caching costs a "
+                "second forward and saves little. Raise the trainer's per_device_train_batch_size, or lower "
+                "mini_batch_size.",
+            )
+        return embed_in_mini_batches(
+            self.model,
+            features,
+            mini_batch_size=self.mini_batch_size,
+            mini_batch_num_tokens=self.mini_batch_num_tokens,
+            show_progress_bar=self.show_progress_bar,
+        )
 
     def _loss(self, tokens: list[Tokens], keys: list[Tensor | None], labels: Tensor | None) -> Tensor:
         check_rows(self._name, [len(t) for t in tokens])

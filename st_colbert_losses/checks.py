@@ -1,11 +1,13 @@
-"""What a loss refuses: too few columns, rows that do not fit, labels of another kind."""
+"""What a loss refuses: missing columns, rows that do not fit, other labels, models that cannot be replayed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 
 def check_columns(owner: str, columns: int, explicit_negatives: bool) -> None:
@@ -63,3 +65,49 @@ def check_labels(owner: str, labels: Tensor | None, rows: int) -> None:
         f"{owner}: got {got}, expected a tensor of {rows} integers, one per row. Labels mark rows that are no "
         "negatives of each other; remove a 'label' or 'score' column that means anything else."
     )
+
+
+def check_replay(owner: str, model: nn.Module, features: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse what gradient caching cannot train: a model that is encoded twice a step, the second time in backward.
+
+    Raises:
+        ValueError: Saying who, got, expected and the remedy.
+    """
+    if not torch.is_grad_enabled():
+        return
+    needs = "needs the gradient of every parameter whole, in one backward"
+    for wrapper in _wrappers(model):
+        stage = getattr(wrapper, "zero_optimization_stage", None)
+        if callable(stage) and stage() >= 2:
+            raise ValueError(
+                f"{owner}: got a DeepSpeed model with ZeRO stage {stage()}, expected stage 0 or 1: gradient caching "
+                f"{needs}. Use DDP, or the loss without caching."
+            )
+        if isinstance(wrapper, DistributedDataParallel):
+            if wrapper.static_graph:
+                raise ValueError(
+                    f"{owner}: got DistributedDataParallel with static_graph=True, expected False: a step encodes as "
+                    "many mini-batches as its rows need. Leave static_graph out."
+                )
+            if wrapper.broadcast_buffers and any(True for _ in wrapper.module.buffers()):
+                raise ValueError(
+                    f"{owner}: got DistributedDataParallel with broadcast_buffers=True, expected False: processes "
+                    "encode different numbers of mini-batches and would wait for each other. Pass "
+                    "broadcast_buffers=False, as the trainers do."
+                )
+    parameters = list(model.parameters())
+    inputs = (value for column in features for value in column.values() if isinstance(value, Tensor))
+    if parameters and not any(t.requires_grad for t in (*parameters, *inputs)):
+        raise ValueError(
+            f"{owner}: got a model none of whose {len(parameters)} parameters needs a gradient, expected at least "
+            "one. Were all frozen, or adapters loaded for inference (PEFT: is_trainable=True)? Call "
+            "model.requires_grad_(True), or compute the loss under torch.no_grad()."
+        )
+
+
+def _wrappers(model: Any) -> list[Any]:
+    """The model and what it wraps, from the outside in."""
+    found = [model]
+    while (inner := getattr(found[-1], "_orig_mod", getattr(found[-1], "module", None))) is not None:
+        found.append(inner)
+    return found

@@ -7,10 +7,13 @@ have equal keys; different ones share a key with probability 2**-64 a pair.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from st_colbert_losses.features import row_bounds
 
 # Odd 64-bit constants of the splitmix64 generator (Steele et al. 2014), as signed integers.
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -19,7 +22,9 @@ _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 # Tensors beside the token ids whose values tell inputs with equal ids apart (ids of images are all placeholders).
 _VALUES = ("pixel_values", "pixel_values_videos", "input_features")
-_GRIDS = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"}
+_GRIDS = ("image_grid_thw", "video_grid_thw")
+_LAYOUT = ("num_images_per_sample", "num_videos_per_sample", "pixel_attention_mask", "aspect_ratio_ids")
+_CONTENT = ("input_ids", "attention_mask", *_VALUES, *_GRIDS, *_LAYOUT)
 
 
 def content_keys(features: Mapping[str, Any], rows: int) -> Tensor | None:
@@ -41,42 +46,27 @@ def content_keys(features: Mapping[str, Any], rows: int) -> Tensor | None:
         >>> bool(first == second)
         True
     """
+    try:
+        bounds = row_bounds({key: features[key] for key in _CONTENT if key in features}, rows)
+    except ValueError:
+        return None
     keys: list[Tensor] = []
-    ids = features.get("input_ids")
+    ids, attended = features.get("input_ids"), features.get("attention_mask")
     if isinstance(ids, Tensor):
-        attended = features.get("attention_mask")
         attended = attended.bool() if isinstance(attended, Tensor) else torch.ones_like(ids, dtype=torch.bool)
-        if ids.ndim != 2 or len(ids) != rows or attended.shape != ids.shape:
+        if ids.ndim != 2 or attended.shape != ids.shape:
             return None
         keys.append(_hash(ids.long(), attended.long().cumsum(1), attended))
-    for name in _VALUES:
-        if isinstance(features.get(name), Tensor):
-            per_row = _split_rows(features, name, rows)
-            if per_row is None:
-                return None
-            keys.append(torch.stack([_hash_values(values) for values in per_row]))
+    for name in (*_VALUES, *_GRIDS):
+        if name in bounds:
+            starts = bounds[name]
+            keys.append(torch.stack([_hash_values(features[name][a:b]) for a, b in pairwise(starts)]))
     if not keys:
         return None
     combined = keys[0]
     for other in keys[1:]:
         combined = _mix(combined * _GOLDEN + other)
     return combined
-
-
-def _split_rows(features: Mapping[str, Any], name: str, rows: int) -> list[Tensor] | None:
-    values, grid = features[name], features.get(_GRIDS.get(name, ""))
-    if not isinstance(grid, Tensor):
-        return list(values) if len(values) == rows else None
-    if len(grid) != rows:  # several images in a row, or none: their rows are not told
-        return None
-    sizes = grid.prod(-1).tolist()
-    if len(values) == rows and values.ndim > 2:
-        patches = [value[:size] for value, size in zip(values, sizes, strict=True)]
-    elif len(values) == sum(sizes):
-        patches = list(values.split(sizes))
-    else:
-        return None
-    return [torch.cat([g.to(v.dtype), v.flatten()]) for g, v in zip(grid, patches, strict=True)]
 
 
 def _hash_values(values: Tensor) -> Tensor:

@@ -24,16 +24,21 @@ def embed(model: nn.Module, features: Mapping[str, Any], is_query: bool) -> Toke
     - ``MultiVectorEncoder``: as returned, called with ``task="query"`` or ``"document"``.
     - any other module: as returned in ``token_embeddings`` and ``attention_mask``.
 
-    The features are never changed: the models write into a copy of the dict.
+    The features are never changed.
     """
-    bare, features = unwrap(model), dict(features)
+    # A dict of its own, and ids and masks of its own: modules write into both.
+    features = {
+        key: value.clone() if isinstance(value, Tensor) and not value.is_floating_point() else value
+        for key, value in features.items()
+    }
+    bare = unwrap(model)
     world = world_of(bare)
     if world == "multi_vector_encoder":
         output = model(features, task="query" if is_query else "document")
         return _tokens(bare, output)
     if world == "plain":
         return _tokens(bare, model(features))
-    ids, attended = features["input_ids"], features["attention_mask"].bool()
+    ids, attended = features["input_ids"].clone(), features["attention_mask"].bool()
     vectors = F.normalize(model(features)["token_embeddings"], p=2, dim=-1)
     if not is_query:
         mask = attended & ~torch.isin(ids, torch.tensor(bare.skiplist, dtype=ids.dtype, device=ids.device))
@@ -42,6 +47,23 @@ def embed(model: nn.Module, features: Mapping[str, Any], is_query: bool) -> Toke
     else:
         mask = attended
     return Tokens(vectors, mask)
+
+
+def needed_positions(model: nn.Module, features: Mapping[str, Any], is_query: bool) -> Tensor | None:
+    """Which positions of a column are attended or scored, so that the others may be cut off.
+
+    Returns:
+        (B, T) bool, or ``None`` where it is not known before the model has run.
+    """
+    bare, attended = unwrap(model), features.get("attention_mask")
+    world = world_of(bare)
+    if world == "plain" or not isinstance(attended, Tensor) or attended.ndim != 2:
+        return None
+    needed = attended.bool()
+    if is_query and world == "pylate" and bare.do_query_expansion:
+        return torch.ones_like(needed)
+    expansion = features.get("query_expansion_positions")
+    return needed | expansion.bool() if isinstance(expansion, Tensor) else needed
 
 
 def _tokens(bare: nn.Module, output: Any) -> Tokens:

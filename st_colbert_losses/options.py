@@ -35,6 +35,13 @@ def _flag(remedy: str) -> _Rule:
     return (lambda value: isinstance(value, bool), "True or False", remedy)
 
 
+def _count(remedy: str) -> _Rule:
+    def valid(value: object) -> bool:
+        return value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1)
+
+    return (valid, "a whole number from 1, or None", remedy)
+
+
 _POSITIVE = _number(lambda value: math.isfinite(value) and value > 0)
 _FINITE = _number(math.isfinite)
 _SHARE = _number(lambda value: 0 <= value <= 1)
@@ -68,6 +75,9 @@ _RULES: dict[str, _Rule] = {
         "0 trains on the explicit negatives alone, 1 on the in-batch ones alone.",
     ),
     "bias": (_FINITE, "a finite number", "Give the score at which a pair is undecided; 0.0 is the default."),
+    "mini_batch_size": _count("It bounds the rows that are encoded at once, and with them the memory."),
+    "mini_batch_num_tokens": _count("It bounds the tokens that are encoded at once, rows times the longest row."),
+    "show_progress_bar": _flag("True shows one over the mini-batches."),
     "normalize_scores": _flag("True divides each score by the number of scored query tokens."),
     "use_smooth_max": _flag("True replaces the maximum by tau * logsumexp."),
     "pos_aware_negative_filtering": _flag("True lowers the negatives that score close to the positive."),

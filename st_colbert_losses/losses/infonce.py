@@ -58,3 +58,35 @@ class ColbertLoss(LateInteractionLoss):
     @property
     def citation(self) -> str:
         return super().citation + CITATION
+
+
+class CachedColbertLoss(ColbertLoss):
+    """:class:`ColbertLoss` with gradient caching: any batch size in the memory of a mini-batch.
+
+    Same values and gradients; each step encodes twice.
+
+    Args:
+        model: The model to train.
+        mini_batch_size: Rows that are encoded at once, from 1; the trainer's batch size sets the negatives.
+        mini_batch_num_tokens: Tokens that are encoded at once instead, rows times the longest row.
+        show_progress_bar: Show one over the mini-batches of a column.
+        **options: As for :class:`ColbertLoss`.
+
+    References:
+        Gao et al. (2021), https://arxiv.org/abs/2101.06983
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        temperature: float = 0.02,
+        mini_batch_size: int | None = 32,
+        mini_batch_num_tokens: int | None = None,
+        show_progress_bar: bool = False,
+        **options: Unpack[Options],
+    ) -> None:
+        super().__init__(model, temperature=temperature, **options)
+        self.mini_batch_size = mini_batch_size
+        self.mini_batch_num_tokens = mini_batch_num_tokens
+        self.show_progress_bar = show_progress_bar

@@ -1,0 +1,85 @@
+"""Which part of a feature dict belongs to which row: texts, images with and without a batch axis, markers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+from torch import Tensor
+
+# Models for images of any size flatten the patches: a grid tells each image's, a count each row's images.
+_GRIDS = {
+    "pixel_values": ("image_grid_thw", "num_images_per_sample"),
+    "pixel_values_videos": ("video_grid_thw", "num_videos_per_sample"),
+}
+# Without a grid, these hold one entry per image, unless one of the next holds one entry per row.
+_PER_IMAGE = ("pixel_values", "image_sizes", "image_position_ids")
+_PER_ROW = ("pixel_attention_mask", "aspect_ratio_ids")
+
+
+def count_rows(features: Mapping[str, Any]) -> int:
+    """The number of rows of a feature dict.
+
+    Raises:
+        ValueError: If no tensor tells.
+    """
+    tensors = [value for value in features.values() if isinstance(value, Tensor) and value.ndim > 0]
+    preferred = [features[key] for key in ("input_ids", "attention_mask") if isinstance(features.get(key), Tensor)]
+    for tensor in [*preferred, *tensors]:
+        return len(tensor)
+    raise ValueError(
+        f"Features: got {sorted(features)}, expected a tensor with one entry per row. Tokenise the column, or use a "
+        "loss without mini-batches."
+    )
+
+
+def row_bounds(features: Mapping[str, Any], rows: int) -> dict[str, Sequence[int]]:
+    """Where each row's part of each tensor begins and ends.
+
+    Returns:
+        For each tensor that is split by rows, rows + 1 indices into its first axis: row i owns
+        ``tensor[bounds[i] : bounds[i + 1]]``.
+
+    Raises:
+        ValueError: If a tensor's first axis cannot be told apart by rows.
+    """
+    bounds: dict[str, Sequence[int]] = {}
+    for values_key, (grid_key, count_key) in _GRIDS.items():
+        values, grid = features.get(values_key), features.get(grid_key)
+        if isinstance(values, Tensor) and isinstance(grid, Tensor):
+            counts = _counts(features.get(count_key), len(grid), rows)
+            if counts is None:
+                continue
+            bounds[grid_key] = _cumulate(counts)
+            patches = _cumulate(grid.prod(-1).tolist())
+            if len(values) == patches[-1] and values.ndim == 2:
+                bounds[values_key] = [patches[i] for i in bounds[grid_key]]
+    counts = _counts(features.get("num_images_per_sample"), None, rows)
+    if counts is not None and "image_grid_thw" not in bounds and not any(key in features for key in _PER_ROW):
+        bounds |= {key: _cumulate(counts) for key in _PER_IMAGE if _length(features.get(key)) == sum(counts)}
+    for key, value in features.items():
+        if key in bounds or not isinstance(value, Tensor) or value.ndim == 0:
+            continue
+        if len(value) != rows:
+            raise ValueError(
+                f"Features: got {key!r} of shape {tuple(value.shape)} for {rows} rows, expected one entry per row or "
+                "a grid that tells each row's part. Use a loss without mini-batches for this model."
+            )
+        bounds[key] = range(rows + 1)
+    return bounds
+
+
+def _length(value: object) -> int:
+    return len(value) if isinstance(value, Tensor) and value.ndim > 0 else -1
+
+
+def _counts(counts: object, images: int | None, rows: int) -> list[int] | None:
+    """Images of each row: as told, or one each where there are as many images as rows."""
+    if isinstance(counts, Tensor) and len(counts) == rows and images in (None, int(counts.sum())):
+        return [int(n) for n in counts.tolist()]
+    return [1] * rows if images == rows else None
+
+
+def _cumulate(sizes: Sequence[int]) -> list[int]:
+    return list(accumulate(sizes, initial=0))

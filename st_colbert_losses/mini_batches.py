@@ -1,0 +1,180 @@
+"""Gradient caching: a column is encoded in mini-batches that keep their embeddings only, and again in backward.
+
+Each mini-batch is one ``torch.utils.checkpoint`` around the encoder. The first pass stores inputs, embeddings and the
+state of the random generators; backward runs the mini-batch again, under the same random state and autocast, and goes
+through it. What results is one ordinary graph with one ordinary backward, so that loss scaling, accumulation, several
+forwards before a backward and wrappers need no code here.
+
+References:
+    Gao et al. (2021), Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup,
+    https://arxiv.org/abs/2101.06983; Chen et al. (2016), https://arxiv.org/abs/1604.06174
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+from tqdm.auto import tqdm
+
+from st_colbert_losses.encoding import embed, needed_positions
+from st_colbert_losses.features import count_rows, row_bounds
+from st_colbert_losses.tokens import Tokens
+
+
+def embed_in_mini_batches(
+    model: nn.Module,
+    columns: Sequence[Mapping[str, Any]],
+    *,
+    mini_batch_size: int | None,
+    mini_batch_num_tokens: int | None,
+    show_progress_bar: bool = False,
+) -> list[Tokens]:
+    """Embed columns as :func:`~st_colbert_losses.encoding.embed` does, in the memory of a mini-batch.
+
+    Rows are sorted by length, and each mini-batch is cut where none of its rows is attended or scored any more. A
+    column that fits one mini-batch is left as it is.
+
+    Args:
+        model: The model.
+        columns: The queries and the document columns.
+        mini_batch_size: Rows of a mini-batch.
+        mini_batch_num_tokens: Tokens of a mini-batch instead, rows times the longest row; a longer row goes alone.
+        show_progress_bar: Show one over the mini-batches.
+
+    Returns:
+        The tokens of each column in the order of its rows; shorter mini-batches padded behind.
+
+    Raises:
+        ValueError: If the features cannot be cut by rows.
+    """
+    plans = []
+    for i, features in enumerate(columns):
+        rows = count_rows(features)
+        lengths = _lengths(needed_positions(model, features, i == 0), features, rows)
+        plan = _plan(lengths, mini_batch_size, mini_batch_num_tokens)
+        bounds = row_bounds(features, rows) if len(plan) > 1 else {}
+        plans.append((plan, bounds, lengths))
+    replay = Replay(model)
+    tokens = []
+    with tqdm(total=sum(len(plan) for plan, *_ in plans), leave=False, disable=not show_progress_bar) as bar:
+        for i, (features, (plan, bounds, lengths)) in enumerate(zip(columns, plans, strict=True)):
+            parts = []
+            for chosen in plan:
+                part = features
+                if len(plan) > 1:
+                    part = _select(features, bounds, chosen, max(lengths[row] for row in chosen))
+                parts.append(replay.embed(part, is_query=i == 0))
+                bar.update()
+            tokens.append(_join(parts, plan) if len(plan) > 1 else parts[0])
+    return tokens
+
+
+def _lengths(needed: Tensor | None, features: Mapping[str, Any], rows: int) -> list[int]:
+    """One more than the last needed position of each row, at least 1."""
+    if needed is None:
+        texts = [features[key] for key in ("attention_mask", "input_ids") if isinstance(features.get(key), Tensor)]
+        return [texts[0].shape[1] if texts and texts[0].ndim > 1 else 1] * rows
+    last = (needed * torch.arange(1, needed.shape[1] + 1, device=needed.device)).amax(1)
+    return [max(1, length) for length in last.tolist()]
+
+
+def _plan(lengths: Sequence[int], size: int | None, num_tokens: int | None) -> list[list[int]]:
+    """The rows of each mini-batch, longest first."""
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    plan: list[list[int]] = []
+    while order:
+        n = max(1, num_tokens // lengths[order[0]]) if num_tokens is not None else size or len(order)
+        plan.append(order[:n])
+        order = order[n:]
+    return plan
+
+
+def _select(
+    features: Mapping[str, Any], bounds: Mapping[str, Sequence[int]], chosen: Sequence[int], width: int
+) -> dict[str, Any]:
+    """The chosen rows of every tensor, cut to ``width`` positions; what is no tensor is passed on."""
+    mask = features.get("attention_mask")
+    shape = mask.shape if isinstance(mask, Tensor) and mask.ndim == 2 else None
+    selected = {}
+    for key, value in features.items():
+        if key not in bounds:
+            selected[key] = value
+            continue
+        starts = bounds[key]
+        index = [i for row in chosen for i in range(starts[row], starts[row + 1])]
+        if not index:  # a mini-batch without images
+            continue
+        part = value[torch.tensor(index, device=value.device)]
+        selected[key] = part[:, :width] if value.shape == shape else part
+    return selected
+
+
+class Replay:
+    """Embeds the mini-batches of one step, keeping nothing but the results, and again in backward.
+
+    Under DistributedDataParallel the gradients are to be reduced once, when all mini-batches have been replayed. So
+    the first mini-batch is replayed last, as the others hang on it in the graph, and it alone synchronises.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.ddp = _find_ddp(model)
+        self.synchronises = self.ddp is not None and self.ddp.require_backward_grad_sync
+        self.first: Tensor | None = None
+
+    def embed(self, features: Mapping[str, Any], is_query: bool) -> Tokens:
+        """Embed one mini-batch; without gradients there is nothing to replay."""
+        if not torch.is_grad_enabled():
+            return embed(self.model, features, is_query)
+        names = [key for key, value in features.items() if isinstance(value, Tensor)]
+        synchronises = self.synchronises and self.first is None
+
+        def run(zero: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+            with nullcontext() if self.ddp is None or synchronises else self.ddp.no_sync():
+                tokens = embed(self.model, {**features, **dict(zip(names, tensors, strict=True))}, is_query)
+            vectors = tokens.vectors
+            if torch.is_grad_enabled():
+                if not vectors.requires_grad:  # a frozen column
+                    vectors = vectors + zero
+                if synchronises and self.ddp is not None and not self.ddp.find_unused_parameters:
+                    # Every parameter must report, though this mini-batch may not use it: no image, no vision tower.
+                    vectors = vectors + sum(
+                        p.flatten()[:1].sum() * 0 for p in self.ddp.parameters() if p.requires_grad
+                    )
+            return vectors, tokens.mask
+
+        # Checkpoint wants an input that needs a gradient, and the tensors as arguments to know whose random generators
+        # to remember. The reentrant kind: the other fails where torch.compile serves the replay with another graph.
+        zero = self.first
+        if zero is None:
+            zero = torch.zeros((), device=next((features[name].device for name in names), None), requires_grad=True)
+        vectors, mask = checkpoint(run, zero, *(features[name] for name in names), use_reentrant=True)
+        if self.first is None:
+            self.first = vectors.flatten()[:1].sum() * 0
+        return Tokens(vectors, mask)
+
+
+def _find_ddp(model: Any) -> DistributedDataParallel | None:
+    while not isinstance(model, DistributedDataParallel):
+        if not hasattr(model, "_orig_mod"):
+            return None
+        model = model._orig_mod
+    return model
+
+
+def _join(parts: Sequence[Tokens], plan: Sequence[Sequence[int]]) -> Tokens:
+    """Put the mini-batches' rows back in order, padded to the widest."""
+    width = max(part.vectors.shape[1] for part in parts)
+    vectors = torch.cat([F.pad(part.vectors, (0, 0, 0, width - part.vectors.shape[1])) for part in parts])
+    mask = torch.cat([F.pad(part.mask, (0, width - part.mask.shape[1])) for part in parts])
+    place = torch.empty(len(mask), dtype=torch.long)
+    place[torch.tensor([i for chosen in plan for i in chosen])] = torch.arange(len(mask))
+    place = place.to(mask.device)
+    return Tokens(vectors[place], mask[place])
