@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -17,11 +16,10 @@ from st_colbert_losses.distributed import world_size
 from st_colbert_losses.encoding import embed, is_document_column
 from st_colbert_losses.features import count_rows
 from st_colbert_losses.mini_batches import embed_in_mini_batches
+from st_colbert_losses.notices import Notices
 from st_colbert_losses.options import Options, check_option
-from st_colbert_losses.scores import Scores, lower_likely_positives, score
+from st_colbert_losses.scores import lower_likely_positives, score
 from st_colbert_losses.tokens import Tokens
-
-logger = logging.getLogger("st_colbert_losses")
 
 COLBERT_CITATION = """
 @inproceedings{khattab2020colbert,
@@ -119,8 +117,7 @@ class LateInteractionLoss(nn.Module):
         self.mini_batch_size: int | None = None
         self.mini_batch_num_tokens: int | None = None
         self.show_progress_bar = False
-        self._said: set[str] = set()
-        self._forwards = 0
+        self._notices = Notices(self._name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         check_option(type(self).__name__, name, value)
@@ -153,9 +150,8 @@ class LateInteractionLoss(nn.Module):
         """
         features = [dict(column) for column in sentence_features]
         check_columns(self._name, len(features), self.explicit_negatives)
-        if self._forwards == 0 and is_document_column(self.model, features[0]):
-            self._say(
-                logging.WARNING,
+        if not self._notices.looks and is_document_column(self.model, features[0]):
+            self._notices.warn(
                 "role",
                 "column 0 was tokenised as documents, but it holds the queries. PyLate goes by the column's name: "
                 "rename it so that it contains 'query' or 'anchor'.",
@@ -165,8 +161,7 @@ class LateInteractionLoss(nn.Module):
         if self.mask_duplicate_documents:
             keys = [content_keys(column, len(t)) for column, t in zip(features, tokens, strict=True)]
             if None in keys:
-                self._say(
-                    logging.INFO,
+                self._notices.info(
                     "content",
                     "a column holds neither token ids nor pixels row by row, so copies of a positive in it count as "
                     "negatives.",
@@ -196,15 +191,8 @@ class LateInteractionLoss(nn.Module):
         if not self._caches:
             return [embed(self.model, column, is_query=i == 0) for i, column in enumerate(features)]
         check_replay(self._name, self.model, features)
-        rows = count_rows(features[0])
-        if torch.is_grad_enabled() and self.mini_batch_num_tokens is None and rows <= (self.mini_batch_size or rows):
-            self._say(
-                logging.WARNING,
-                "mini-batch",
-                f"a mini-batch of {self.mini_batch_size} holds the whole batch of {rows} rows, so caching costs a "
-                "second forward and saves little. Raise the trainer's per_device_train_batch_size, or lower "
-                "mini_batch_size.",
-            )
+        if torch.is_grad_enabled() and self.mini_batch_num_tokens is None:
+            self._notices.mini_batch(self.mini_batch_size, count_rows(features[0]))
         return embed_in_mini_batches(
             self.model,
             features,
@@ -217,12 +205,14 @@ class LateInteractionLoss(nn.Module):
         check_rows(self._name, [len(t) for t in tokens])
         check_labels(self._name, labels, len(tokens[0]))
         self._check_processes()
+        self._notices.temperature(self.temperature, self.normalize_scores)
         queries, *documents = _columns(tokens, keys, labels)
         pool, hard = (documents[:1], documents[1:]) if self.explicit_negatives else (documents, [])
         with torch.autocast(queries.tokens.vectors.device.type, enabled=False):
             tau = self.tau if self.use_smooth_max else None
             scores = score(queries, pool, hard, tau=tau, normalize=self.normalize_scores)
-            self._look_at(scores, queries.tokens.vectors.dtype)
+            bounded = self.normalize_scores and not self.use_smooth_max
+            self._notices.scores(scores, queries.tokens.vectors.dtype, self.norm_tol if bounded else None)
             if self.pos_aware_negative_filtering:
                 scores = lower_likely_positives(scores, self.filter_threshold, self.filter_factor)
             _, *names = inspect.signature(self.objective).parameters
@@ -236,52 +226,11 @@ class LateInteractionLoss(nn.Module):
                 f"{self._name}: got gather_across_devices=True with {world_size()} processes, which this version "
                 "cannot do yet, expected False. Negatives then come from each process's own batch."
             )
-        self._say(logging.INFO, "local", f"negatives stay local: each of {world_size()} processes uses its own batch.")
+        self._notices.info("local", f"negatives stay local: each of {world_size()} processes uses its own batch.")
 
     @property
     def _name(self) -> str:
         return type(self).__name__
-
-    def _say(self, level: int, topic: str, message: str) -> None:
-        """Log something a user should know, once."""
-        if topic not in self._said:
-            self._said.add(topic)
-            logger.log(level, "%s: %s", self._name, message)
-
-    def _look_at(self, scores: Scores, dtype: torch.dtype) -> None:
-        """Warn of batches without negatives and of tokens that are not unit length.
-
-        Reading a result from a GPU waits for it, so there it happens at steps 1, 2, 4, 8 ... only.
-        """
-        self._forwards += 1
-        if scores.positive.device.type != "cpu" and self._forwards & (self._forwards - 1):
-            return
-        pool = scores.pool.detach()
-        if not bool((pool > -torch.inf).any()):
-            reason = "it has one row" if len(pool) == 1 else "its rows are copies, share a label, or are empty"
-            self._say(
-                logging.WARNING,
-                "negatives",
-                f"no query has a negative in the batch ({reason}), so the in-batch loss trains nothing. Use more rows "
-                "per batch, and shuffle the data.",
-            )
-        if not self.normalize_scores and self.temperature < 0.1:
-            self._say(
-                logging.WARNING,
-                "sums",
-                f"temperature={self.temperature} divides sums over query tokens here, not means: very sharp. "
-                "A temperature meant for means is to be multiplied by the number of query tokens.",
-            )
-        if self.normalize_scores and not self.use_smooth_max:
-            highest = torch.cat([scores.positive.detach(), pool[pool > -torch.inf]]).abs().max().item()
-            if highest > 1 + max(self.norm_tol, 4 * torch.finfo(dtype).eps):
-                self._say(
-                    logging.WARNING,
-                    "norm",
-                    f"a mean score of {highest:.4g} is beyond 1, so token embeddings are not unit length and the "
-                    "temperature does not mean what it says. Normalise them in the model (a MultiVectorEncoder needs "
-                    "a Normalize module), or use normalize_scores=False.",
-                )
 
 
 def _columns(tokens: list[Tokens], keys: list[Tensor | None], labels: Tensor | None) -> list[Column]:
