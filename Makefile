@@ -1,6 +1,7 @@
 # make train   train a retriever (LOSS=ColbertSigmoidLoss, WORLD=st, ARGS="--learning_rate 3e-5" to choose)
 # make test    run the whole suite in both worlds
 # make lint    style, formatting and types
+# make bench-maxsim, make bench-cached    speed and memory next to the peers (docs/benchmarks.md)
 #
 # Each world has an environment of its own, .venvs/pylate and .venvs/st: PyLate and sentence-transformers 6 cannot be
 # installed together. They are made where missing and brought up to date when pyproject.toml changes.
@@ -12,7 +13,7 @@ ARGS ?=
 
 PIP_INSTALL = bin/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: train test lint clean
+.PHONY: train test lint bench-maxsim bench-cached clean
 
 train: .venvs/$(WORLD)/.train-ready
 	.venvs/$(WORLD)/bin/python -m training_recipes.train --world $(WORLD) --loss $(LOSS) $(ARGS)
@@ -27,6 +28,9 @@ lint: .venvs/st/.test-ready
 	.venvs/st/bin/ruff check .
 	.venvs/st/bin/ruff format --check .
 	.venvs/st/bin/mypy
+
+bench-maxsim bench-cached: bench-%: .venvs/bench/.ready
+	.venvs/bench/bin/python -m benchmarks.$* $(ARGS)
 
 .venvs/pylate/.train-ready: pyproject.toml | .venvs/pylate
 	@echo "Installing PyLate and what it trains with into .venvs/pylate (5 GB, a few minutes) ..."
@@ -47,7 +51,14 @@ lint: .venvs/st/.test-ready
 	.venvs/st/$(PIP_INSTALL) --editable ".[image,dev]" "sentence-transformers>=6.2,<7"
 	@touch $@
 
-.venvs/pylate .venvs/st:
+# The peers meet here: PyLate and colpali-engine without their pins, which would not admit sentence-transformers 6.
+.venvs/bench/.ready: pyproject.toml | .venvs/bench
+	.venvs/bench/$(PIP_INSTALL) --editable ".[image,recipes]" "sentence-transformers>=6.2,<7" late-interaction-kernels \
+		peft ujson
+	.venvs/bench/$(PIP_INSTALL) --no-deps pylate==1.6.0 colpali-engine==0.3.18
+	@touch $@
+
+.venvs/pylate .venvs/st .venvs/bench:
 	$(PYTHON) -m venv $@
 	$@/$(PIP_INSTALL) --upgrade pip
 
