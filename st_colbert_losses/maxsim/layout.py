@@ -55,7 +55,7 @@ def tile_shape(device: torch.device) -> tuple[int, int]:
 
 
 def in_whole_blocks(vectors: Tensor) -> Tensor:
-    """Query tokens (M, D) with zeros up to a multiple of 32: oneDNN makes a kernel for every new shape."""
+    """Query tokens (M, D) with zeros up to a multiple of 32, again for few shapes."""
     return F.pad(vectors, (0, 0, 0, -len(vectors) % 32))
 
 
@@ -71,23 +71,29 @@ class Tile(NamedTuple):
 
     Attributes:
         documents: (t,) which documents, on the CPU.
-        rows: (t, L) their tokens' rows in the store.
+        shape: (t, L).
+        rows: (R,) their tokens' rows in the store, document by document. R is t * L, or more: then rows of no meaning
+            fill it up to a multiple of 128, because oneDNN makes, and keeps, a kernel for every new shape.
         repeats: (t, L) true where a token is such a repeat; ``None`` where none is.
         begin: The first row, where the rows lie side by side in the store; else ``None``.
     """
 
     documents: Tensor
+    shape: tuple[int, int]
     rows: Tensor
     repeats: Tensor | None
     begin: int | None
 
     def gather(self, store: Tensor, dtype: torch.dtype) -> Tensor:
-        """(t, L, D) vectors."""
+        """(R, D) vectors."""
         if self.begin is None:
-            vectors = store.index_select(0, self.rows.flatten())
-        else:
-            vectors = store[self.begin : self.begin + self.rows.numel()]
-        return vectors.to(dtype).view(*self.rows.shape, -1)
+            return store.index_select(0, self.rows).to(dtype)
+        return store[self.begin : self.begin + len(self.rows)].to(dtype)
+
+    def split(self, values: Tensor) -> Tensor:
+        """(R, ...) values of rows to (t, L, ...)."""
+        t, length = self.shape
+        return values[: t * length].view(t, length, *values.shape[1:])
 
 
 class Documents(NamedTuple):
@@ -123,24 +129,35 @@ class Documents(NamedTuple):
         return cls(starts[kept], lengths[kept], first[kept], stop[kept], rows), kept
 
     def tiles(self, vectors: Tensor) -> Iterator[Tile]:
-        """All documents, the longest first, in tiles for these query tokens (M, D)."""
+        """All documents, the longest first, in tiles for these query tokens (M, D).
+
+        A tile ends where it is full, or where padding would cost more than one more tile.
+        """
         height, width = tile_shape(vectors.device)
         size = height * width // max(1, min(width, len(vectors)))
         order = self.lengths.argsort(descending=True, stable=True)
-        lengths, begin = self.lengths[order].tolist(), 0
-        while begin < len(lengths):
-            end = begin + max(1, round(size / lengths[begin]))
-            yield self._tile(order[begin:end], lengths[begin], vectors.device)
-            begin = end
+        begin, padding, lengths = 0, 0, self.lengths[order].tolist()
+        for end, length in enumerate(lengths):
+            longest = lengths[begin]
+            padding += longest - length
+            if end > begin and ((end - begin + 1) * longest > size or padding > size / 16):
+                yield self._tile(order[begin:end], longest, vectors.device)
+                begin, padding = end, 0
+        if lengths:
+            yield self._tile(order[begin:], lengths[begin], vectors.device)
 
     def _tile(self, documents: Tensor, longest: int, device: torch.device) -> Tile:
         starts, lengths = self.starts[documents, None], self.lengths[documents, None]
         place = torch.arange(longest)
-        rows = starts + place.minimum(lengths - 1)
-        padded = bool((lengths < longest).any())
-        side_by_side = self.rows is None and bool((rows.flatten().diff() == 1).all())
-        begin = int(rows[0, 0]) if side_by_side else None
-        rows = rows.to(device)
-        if self.rows is not None:
-            rows = self.rows[rows]
-        return Tile(documents, rows, (place >= lengths).to(device) if padded else None, begin)
+        repeats = place >= lengths
+        rows = (starts + place.minimum(lengths - 1)).flatten()
+        if self.rows is None and bool((rows.diff() == 1).all()):
+            return Tile(documents, (len(documents), longest), rows.to(device), None, int(rows[0]))
+        rows = F.pad(rows, (0, -len(rows) % 128), value=int(rows[-1])).to(device)
+        return Tile(
+            documents,
+            (len(documents), longest),
+            rows if self.rows is None else self.rows[rows],
+            repeats.to(device) if repeats.any() else None,
+            None,
+        )

@@ -7,17 +7,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-def similarities(documents: Tensor, queries: Tensor) -> Tensor:
-    """Dot products of t documents (t, L, D) with query tokens (n, D): (t, L, n).
+def similarities(rows: Tensor, vectors: Tensor) -> Tensor:
+    """Dot products of document tokens (R, D) with query tokens (n, D): (R, n).
 
     float32 on a CPU goes through oneDNN, as a convolution with a window of one: it picks its kernel by what the CPU
     can do, where the library behind ``torch.mm`` (MKL) picks one half as fast on AMD's.
     """
-    if documents.device.type == "cpu" and documents.dtype == torch.float32 and torch.backends.mkldnn.enabled:
-        image = documents.unsqueeze(2).permute(0, 3, 1, 2)
-        products = torch.mkldnn_convolution(image, queries[:, :, None, None], None, (0, 0), (1, 1), (1, 1), 1)
-        return products.permute(0, 2, 3, 1).squeeze(2).contiguous()
-    return documents @ queries.T
+    if rows.device.type == "cpu" and rows.dtype == torch.float32 and torch.backends.mkldnn.enabled:
+        image = rows.view(1, len(rows), 1, -1).permute(0, 3, 1, 2)
+        products = torch.mkldnn_convolution(image, vectors[:, :, None, None], None, (0, 0), (1, 1), (1, 1), 1)
+        return products.permute(0, 2, 3, 1).reshape(len(rows), -1)
+    return rows @ vectors.T
 
 
 def best(similarities: Tensor) -> tuple[Tensor, Tensor]:

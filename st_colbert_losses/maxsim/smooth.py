@@ -29,9 +29,7 @@ class _SmoothMaxSim(torch.autograd.Function):
         for tile in documents.tiles(scaled):
             tokens = tile.gather(store, scaled.dtype)
             for block in blocks(scaled):
-                similar = _similarities(tile, tokens, scaled[block])
-                highest = similar.amax(1)
-                smooth[tile.documents, block] = similar.sub_(highest[:, None]).exp_().sum(1).log_().add_(highest)
+                smooth[tile.documents, block] = _logsumexp(_similarities(tile, tokens, scaled[block])[1])
             scores[tile.documents] = queries.sum(smooth[tile.documents, : len(vectors)]).mul_(tau)
         ctx.save_for_backward(vectors, store, smooth, queries.owners())
         ctx.documents, ctx.tau = documents, tau
@@ -50,18 +48,28 @@ class _SmoothMaxSim(torch.autograd.Function):
                 tokens = tile.gather(store, padded.dtype)
                 of_tokens = torch.zeros_like(tokens)
                 for block in blocks(scaled):
-                    share = _similarities(tile, tokens, scaled[block]).sub_(smooth[tile.documents, None, block]).exp_()
+                    flat, share = _similarities(tile, tokens, scaled[block])
+                    share.sub_(smooth[tile.documents, None, block]).exp_()
                     share.mul_(grad[tile.documents].index_select(1, owners[block])[:, None])
                     if of_queries is not None:
-                        of_queries[block].addmm_(share.flatten(0, 1).T, tokens.flatten(0, 1))
+                        of_queries[block].addmm_(flat.T, tokens)
                     if of_store is not None:
-                        of_tokens += similarities(share, padded[block].T.contiguous())
+                        of_tokens += similarities(flat, padded[block].T.contiguous())
+                    del flat, share  # the next tile takes their place
                 if of_store is not None:
-                    of_store.index_add_(0, tile.rows.flatten(), of_tokens.flatten(0, 1).to(store.dtype))
+                    of_store.index_add_(0, tile.rows, of_tokens.to(store.dtype))
         return None if of_queries is None else of_queries[: len(vectors)], of_store, None, None, None
 
 
-def _similarities(tile: Tile, tokens: Tensor, vectors: Tensor) -> Tensor:
-    """(t, L, n), -inf where a document's token is repeated."""
-    similar = similarities(tokens, vectors)
-    return similar if tile.repeats is None else similar.masked_fill_(tile.repeats[..., None], -torch.inf)
+def _similarities(tile: Tile, tokens: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
+    """(R, n), 0 beyond the documents, and the view (t, L, n) of it, -inf where a document's token is repeated."""
+    flat = similarities(tokens, vectors)
+    similar = tile.split(flat)
+    flat[similar.shape[0] * similar.shape[1] :].zero_()
+    return flat, similar if tile.repeats is None else similar.masked_fill_(tile.repeats[..., None], -torch.inf)
+
+
+def _logsumexp(similar: Tensor) -> Tensor:
+    """Over the document's tokens, in place: (t, L, n) to (t, n)."""
+    highest = similar.amax(1)
+    return similar.sub_(highest[:, None]).exp_().sum(1).log_().add_(highest)
