@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
+import sys
 import tempfile
+import types
 from typing import Any
 
 import numpy as np
@@ -18,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from st_colbert_losses import Tokens
-from st_colbert_losses.maxsim import PackedTokens, maxsim, maxsim_own
+from st_colbert_losses.maxsim import PackedTokens, maxsim, maxsim_own, use_kernels
 
 TAU = 0.3
 
@@ -447,3 +450,94 @@ def test_under_distributed_data_parallel() -> None:
 def test_packed_tokens_say_what_is_wrong(vectors: Tensor, arguments: dict[str, Tensor], match: str) -> None:
     with pytest.raises(ValueError, match=f"PackedTokens: got.*{match}"):
         PackedTokens(vectors, **arguments)
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The kernels' package as it would be called on a GPU, played by loops on the CPU; returns its calls."""
+    calls = []
+
+    def fake(q: Tensor, d: Tensor, q_mask: Tensor, d_mask: Tensor, *, backward: str) -> Tensor:
+        calls.append({"shape": tuple(d.shape), "backward": backward})
+        if d.ndim == 4:  # each query's own documents
+            rows = zip(q[:, None], d, q_mask[:, None], d_mask, strict=True)
+            return torch.cat([fake(*row, backward=backward) for row in rows])
+        similar = torch.einsum("bqd,ctd->bcqt", q, d).float().masked_fill(~d_mask[:, None], -torch.inf)
+        return similar.amax(-1).masked_fill(~q_mask[:, None], 0).sum(-1)
+
+    package = types.ModuleType("late_interaction_kernels")
+    package.maxsim = fake  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "late_interaction_kernels", package)
+    monkeypatch.setattr("st_colbert_losses.maxsim.kernels._installed", lambda: True)
+    monkeypatch.setattr("st_colbert_losses.maxsim.kernels._on_tensor_cores", lambda tensor: True)
+    return calls
+
+
+@pytest.mark.parametrize("function", [maxsim, maxsim_own])
+def test_kernels_take_over_and_agree(function: Any, kernels: list[dict[str, Any]]) -> None:
+    queries, documents = (
+        batch(3, 5, 16, holes=True, dtype=torch.bfloat16),
+        batch(6, 7, 16, holes=True, dtype=torch.bfloat16),
+    )
+    queries.mask[1], documents.mask[4] = False, False
+    with torch.no_grad():  # what is masked may be anything
+        for tokens in (queries, documents):
+            tokens.vectors[~tokens.mask] = torch.nan
+    grad = torch.randn(3, 2 if function is maxsim_own else 6)
+    by_kernels = with_grads(function, queries, documents, grad=grad)
+    assert kernels[0] == {"shape": (6, 7, 16) if function is maxsim else (3, 2, 7, 16), "backward": "unified"}
+    use_kernels(False)
+    count = len(kernels)
+    try:
+        by_tiles = with_grads(function, queries, documents, grad=grad)
+    finally:
+        use_kernels(True)
+    assert len(kernels) == count
+    for got, wanted in zip(by_kernels, by_tiles, strict=True):
+        assert got.dtype == wanted.dtype
+        torch.testing.assert_close(got, wanted, rtol=2**-6, atol=2**-5)  # the stand-in rounds products to bfloat16
+
+
+def test_kernels_leave_to_the_tiles_what_they_would_round(kernels: list[dict[str, Any]]) -> None:
+    half, single = torch.bfloat16, torch.float32
+    maxsim(batch(2, 3, 16, dtype=single), batch(4, 5, 16, dtype=single))
+    maxsim(batch(2, 3, 16, dtype=half), batch(4, 5, 16, dtype=single))
+    maxsim(batch(2, 3, 16, dtype=half), batch(4, 5, 16, dtype=half), tau=TAU)
+    maxsim(batch(2, 3, 16, dtype=half), PackedTokens(torch.randn(9, 16).to(half), torch.tensor([4, 5])))
+    maxsim(batch(2, 3, 8, dtype=half), batch(4, 5, 8, dtype=half))
+    maxsim_own(batch(2, 3, 16, dtype=half), batch(4, 5, 16, dtype=half), tau=TAU)
+    assert not kernels
+    torch.use_deterministic_algorithms(True)
+    try:
+        maxsim(batch(2, 3, 16, dtype=half), batch(4, 5, 16, dtype=half))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert kernels == [{"shape": (4, 5, 16), "backward": "lowmem"}]
+
+
+def test_without_a_gpu_or_the_package_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    from st_colbert_losses.maxsim import kernels
+
+    tokens = batch(2, 3, 16, dtype=torch.bfloat16)
+    monkeypatch.setattr(kernels, "_installed", lambda: True)
+    assert kernels.kernel_scores(tokens, tokens, own=False) is None
+    monkeypatch.setattr(kernels, "_on_tensor_cores", lambda tensor: True)
+    monkeypatch.setattr(kernels, "_installed", lambda: False)
+    assert kernels.kernel_scores(tokens, tokens, own=False) is None
+
+
+def test_the_real_package_means_the_same() -> None:
+    """Without a GPU: that its signature is the one called, and its reference agrees."""
+    package = pytest.importorskip("late_interaction_kernels")
+    reference = pytest.importorskip("late_interaction_kernels.reference")
+    assert list(inspect.signature(package.maxsim).parameters) == [
+        "Q",
+        "D",
+        "q_mask",
+        "d_mask",
+        "normalize",
+        "backward",
+    ]
+    queries, documents = batch(3, 5, 16, holes=True), batch(6, 7, 16, holes=True)
+    scores = reference.maxsim_reference(queries.vectors, documents.vectors, queries.mask, documents.mask)
+    torch.testing.assert_close(maxsim(queries, documents), scores, rtol=1e-12, atol=1e-12)

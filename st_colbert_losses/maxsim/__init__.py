@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from st_colbert_losses.maxsim.hard import hard_scores
+from st_colbert_losses.maxsim.kernels import kernel_scores, use_kernels
 from st_colbert_losses.maxsim.layout import Documents, Queries
 from st_colbert_losses.maxsim.own import own_hard_scores, own_smooth_scores
 from st_colbert_losses.maxsim.packed import PackedTokens
@@ -21,7 +22,7 @@ from st_colbert_losses.tokens import Tokens
 
 _F = TypeVar("_F", bound=Callable[..., Tensor])
 
-__all__ = ["PackedTokens", "maxsim", "maxsim_own"]
+__all__ = ["PackedTokens", "maxsim", "maxsim_own", "use_kernels"]
 
 
 def _eager(function: _F) -> _F:
@@ -41,7 +42,7 @@ def maxsim(queries: Tokens, documents: Tokens | PackedTokens, *, tau: float | No
 
     Args:
         queries: B queries, (B, Q, D).
-        documents: C documents, (C, T, D), or C packed ones.
+        documents: C documents, (C, T, D), or C packed ones, which receive no gradient.
         tau: ``None`` for the maximum; a positive number replaces it by ``tau * logsumexp(similarities / tau)``.
 
     Returns:
@@ -61,9 +62,13 @@ def maxsim(queries: Tokens, documents: Tokens | PackedTokens, *, tau: float | No
         1.8
     """
     with torch.autocast(queries.vectors.device.type, enabled=False):
+        if tau is None and isinstance(documents, Tokens):
+            scores = kernel_scores(queries, documents, own=False)
+            if scores is not None:
+                return scores
         laid_out, kept = Documents.of(documents)
         tokens = Queries.of(queries, _dtype(queries, documents))
-        store = documents.vectors.flatten(0, -2)
+        store = documents.vectors.flatten(0, 1) if isinstance(documents, Tokens) else documents.vectors.detach()
         scores = hard_scores(tokens, store, laid_out) if tau is None else smooth_scores(tokens, store, laid_out, tau)
         if len(kept) < len(documents):
             scores = scores.new_zeros(len(documents), len(queries)).index_copy(0, kept.to(scores.device), scores)
@@ -88,6 +93,9 @@ def maxsim_own(queries: Tokens, documents: Tokens, *, tau: float | None = None) 
             nothing = queries.vectors[:0].sum(dtype=dtype) + documents.vectors[:0].sum(dtype=dtype)
             return nothing.expand(len(queries), len(documents) // max(1, len(queries)))
         if tau is None:
+            scores = kernel_scores(queries, documents, own=True)
+            if scores is not None:
+                return scores
             return own_hard_scores(queries, documents, dtype)
         return own_smooth_scores(queries, documents, dtype, tau)
 

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from st_colbert_losses.maxsim.layout import Documents, Queries, blocks, in_whole_blocks
 from st_colbert_losses.maxsim.similarity import best, similarities
-from st_colbert_losses.maxsim.winners import PAIRS, ROWS, sums_at_winners, sums_of_winners
+from st_colbert_losses.maxsim.winners import limits, sums_at_winners, sums_of_winners
 
 
 def hard_scores(queries: Queries, store: Tensor, documents: Documents) -> Tensor:
@@ -56,7 +56,7 @@ class _HardMaxSim(torch.autograd.Function):
         if not winners.numel():
             return of_queries, of_store, None, None
         each = torch.arange(len(vectors), device=vectors.device)
-        for some, rows in _chunks(ctx.documents, len(vectors)):
+        for some, rows in _chunks(ctx.documents, len(vectors), vectors.device):
             winner = winners[some] - rows.start
             weight = grad[some].index_select(1, owners)
             if of_queries is not None:
@@ -68,14 +68,15 @@ class _HardMaxSim(torch.autograd.Function):
         return of_queries, of_store, None, None
 
 
-def _chunks(documents: Documents, tokens: int) -> Iterator[tuple[slice, slice]]:
+def _chunks(documents: Documents, tokens: int, device: torch.device) -> Iterator[tuple[slice, slice]]:
     """A few documents at a time, and the rows of the store that hold them: few pairs, and few rows."""
     first, stop = documents.first.tolist(), documents.stop.tolist()
-    begin, most = 0, max(1, PAIRS // max(1, tokens))
+    pairs, most = limits(device)
+    begin, count = 0, max(1, pairs // tokens)
     while begin < len(first):
         low, high, end = first[begin], stop[begin], begin + 1
-        while end < min(len(first), begin + most):
-            if max(high, stop[end]) - min(low, first[end]) > ROWS:
+        while end < min(len(first), begin + count):
+            if max(high, stop[end]) - min(low, first[end]) > most:
                 break
             low, high, end = min(low, first[end]), max(high, stop[end]), end + 1
         yield slice(begin, end), slice(low, high)

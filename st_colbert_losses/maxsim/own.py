@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from st_colbert_losses.maxsim.layout import tile_shape
 from st_colbert_losses.maxsim.similarity import best
-from st_colbert_losses.maxsim.winners import PAIRS, ROWS, sums_at_winners, sums_of_winners
+from st_colbert_losses.maxsim.winners import limits, sums_at_winners, sums_of_winners
 from st_colbert_losses.tokens import Tokens
 
 
@@ -72,7 +72,8 @@ class _OwnMaxSim(torch.autograd.Function):
         empty = ~mask.any(1)
         any_empty = bool(empty.any())
         grad = grad.masked_fill(empty.view(b, n), 0)
-        for some, own in _chunks(b, n, min(PAIRS // (n * q), ROWS // (n * t))):
+        pairs, most = limits(device)
+        for some, own in _chunks(b, n, min(pairs // (n * q), most // (n * t))):
             c = some.stop - some.start
             rows = winners[some] + torch.arange(0, c * n * t, t, dtype=torch.int32, device=device).view(c, n, 1)
             weights = grad[some, :, None].expand(c, n, q)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class PackedTokens:
-    """Token embeddings of K documents, packed one after another: what a queue of documents keeps.
+    """Token embeddings of K documents, packed one after another: what a queue of documents keeps. They get no gradient.
 
     Args:
         vectors: (R, D) floating point, the tokens of all documents; rows that belong to no document are never read.

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-PAIRS = 2**18
-"""Pairs at a time: some 12 MB of indices."""
 
-ROWS = 2**13
-"""Rows of the store at a time where they are copied: 4 MB at D = 128."""
+def limits(device: torch.device) -> tuple[int, int]:
+    """Pairs and rows of the store to take at a time: on a CPU some 12 MB of indices, and 4 MB at D = 128."""
+    return (2**18, 2**13) if device.type == "cpu" else (2**22, 2**17)
 
 
 def sums_of_winners(winners: Tensor, store: Tensor, weights: Tensor) -> Tensor:
