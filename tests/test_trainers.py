@@ -394,8 +394,9 @@ def test_model_card(name: str, tmp_path: Path) -> None:
     assert config == loss.get_config_dict()
     assert config["temperature"] == TEMPERATURES[name]
     assert config["use_smooth_max"] is True
-    for title in re.findall(r"^@\w+{(\w+),", loss.citation, re.MULTILINE):
-        assert title in card
+    papers = {"ColbertLoss": "oord2018", "ColbertNegativeCELoss": "oord2018", "ColbertSigmoidLoss": "zhai2023"}
+    for paper in ("khattab2020", papers.get(name, "faysse2024")):
+        assert re.search(rf"^@\w+{{{paper}", card, re.MULTILINE), paper
 
 
 if PYLATE:

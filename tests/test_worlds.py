@@ -237,13 +237,25 @@ def test_features_are_left_as_they_were() -> None:
             assert torch.equal(column[name], value) if isinstance(value, Tensor) else column[name] == value
 
 
-def test_wrapped_by_distributed_data_parallel(process_group: None) -> None:
+def model_to_wrap() -> nn.Module:
+    """A model that is not scored as a plain module would be: PyLate's never is."""
     model = tiny_model()
+    if not PYLATE:
+        skip_punctuation(model)
+        model[0].query_expansion = {"strategy": "fixed", "length": 9}
+    return model
+
+
+def test_wrapped_by_distributed_data_parallel(process_group: None) -> None:
+    model = model_to_wrap()
     features = columns(model, QUERIES, POSITIVES, NEGATIVES)
     # As both trainers wrap these models (BERT's pooler takes no part in the loss).
     wrapped = DistributedDataParallel(model, find_unused_parameters=True, broadcast_buffers=False)
+    calls: list[int] = []
+    wrapped.register_forward_pre_hook(lambda *_: calls.append(1))
     expected = gradients(ColbertLoss(model)(features), model)
     value = ColbertLoss(wrapped)(features)
+    assert len(calls) == 3  # the wrapper itself was called, which is what shares gradients
     torch.testing.assert_close(value, ColbertLoss(model)(features), rtol=VALUE, atol=VALUE)
     value.backward()
     actual = {name: p.grad.double() for name, p in model.named_parameters() if name in expected}
@@ -252,16 +264,22 @@ def test_wrapped_by_distributed_data_parallel(process_group: None) -> None:
 
 @through_compile
 def test_wrapped_by_compile() -> None:
-    model = tiny_model()
+    model, graphs = model_to_wrap(), []
     features = columns(model, QUERIES, POSITIVES, NEGATIVES)
-    compiled = torch.compile(model, backend="eager")
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(model, backend=backend)
     assert_same_loss(ColbertLoss(compiled), features, ColbertLoss(model), features, model)
+    assert graphs  # the compiled model was called
 
 
 @through_compile
 def test_wrapped_by_compile_and_distributed_data_parallel(process_group: None) -> None:
     """As accelerate nests the two."""
-    model = tiny_model()
+    model = model_to_wrap()
     features = columns(model, QUERIES, POSITIVES)
     wrapped = DistributedDataParallel(model, find_unused_parameters=True, broadcast_buffers=False)
     value = ColbertLoss(torch.compile(wrapped, backend="eager"))(features)
