@@ -412,13 +412,45 @@ def test_backward_under_autocast_keeps_float32() -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
-def test_without_onednn_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("reason", ["off", "not built"])
+def test_without_onednn_the_same(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     queries, documents = batch(4, 6, 8, dtype=torch.float32), batch(8, 9, 8, holes=True, dtype=torch.float32)
     wanted = with_grads(maxsim, queries, documents, grad=torch.ones(4, 8))
-    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+    if reason == "off":
+        monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+    else:
+        monkeypatch.setattr(type(torch.backends.mkldnn), "is_available", lambda self: False)
+    monkeypatch.setattr(torch, "mkldnn_convolution", None)
     got = with_grads(maxsim, queries, documents, grad=torch.ones(4, 8))
     for a, b in zip(got, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+VIEWS = {
+    "cut": lambda x: x[..., :5],
+    "strided": lambda x: x[..., ::2],
+    "transposed": lambda x: x.mT.contiguous().mT,
+    "expanded": lambda x: x[:, :1].expand_as(x),
+}
+
+
+@pytest.mark.parametrize("tau", [None, TAU])
+@pytest.mark.parametrize("function", [maxsim, maxsim_own])
+@pytest.mark.parametrize("view", VIEWS)
+def test_embeddings_need_not_be_contiguous(view: str, function: Any, tau: float | None) -> None:
+    queries, documents = batch(3, 4, 10, dtype=torch.float32), batch(6, 7, 10, holes=True, dtype=torch.float32)
+    grad = torch.randn(3, 2 if function is maxsim_own else 6)
+
+    def viewed(q: Tokens, d: Tokens) -> Tensor:
+        return function(*(Tokens(VIEWS[view](t.vectors), t.mask) for t in (q, d)), tau=tau)
+
+    def copied(q: Tokens, d: Tokens) -> Tensor:
+        copies = (VIEWS[view](t.vectors).clone(memory_format=torch.contiguous_format) for t in (q, d))
+        return function(*(Tokens(copy, t.mask) for copy, t in zip(copies, (q, d), strict=True)), tau=tau)
+
+    ways = (with_grads(way, queries, documents, grad=grad) for way in (viewed, copied))
+    for got, wanted in zip(*ways, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_under_distributed_data_parallel() -> None:

@@ -69,6 +69,7 @@ def maxsim(queries: Tokens, documents: Tokens | PackedTokens, *, tau: float | No
         laid_out, kept = Documents.of(documents)
         tokens = Queries.of(queries, _dtype(queries, documents))
         store = documents.vectors.flatten(0, 1) if isinstance(documents, Tokens) else documents.vectors.detach()
+        store = store.contiguous()
         scores = hard_scores(tokens, store, laid_out) if tau is None else smooth_scores(tokens, store, laid_out, tau)
         if len(kept) < len(documents):
             scores = scores.new_zeros(len(documents), len(queries)).index_copy(0, kept.to(scores.device), scores)

@@ -7,7 +7,9 @@ from torch import Tensor
 
 
 class PackedTokens:
-    """Token embeddings of K documents, packed one after another: what a queue of documents keeps. They get no gradient.
+    """Token embeddings of K documents, packed one after another: what a queue of documents keeps.
+
+    They receive no gradient.
 
     Args:
         vectors: (R, D) floating point, the tokens of all documents; rows that belong to no document are never read.

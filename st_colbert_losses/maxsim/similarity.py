@@ -13,11 +13,16 @@ def similarities(rows: Tensor, vectors: Tensor) -> Tensor:
     float32 on a CPU goes through oneDNN, as a convolution with a window of one: it picks its kernel by what the CPU
     can do, where the library behind ``torch.mm`` (MKL) picks one half as fast on AMD's.
     """
-    if rows.device.type == "cpu" and rows.dtype == torch.float32 and torch.backends.mkldnn.enabled:
+    if rows.device.type == "cpu" and rows.dtype == torch.float32 and _onednn():
         image = rows.view(1, len(rows), 1, -1).permute(0, 3, 1, 2)
         products = torch.mkldnn_convolution(image, vectors[:, :, None, None], None, (0, 0), (1, 1), (1, 1), 1)
         return products.permute(0, 2, 3, 1).reshape(len(rows), -1)
     return rows @ vectors.T
+
+
+def _onednn() -> bool:
+    built: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return built and bool(torch.backends.mkldnn.enabled)
 
 
 def best(similarities: Tensor) -> tuple[Tensor, Tensor]:
