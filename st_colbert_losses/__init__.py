@@ -1,14 +1,23 @@
 """Training losses for late-interaction (multi-vector) retrievers: ColBERT for text, ColPali for page images."""
 
 from st_colbert_losses.base import LateInteractionLoss
-from st_colbert_losses.losses.infonce import CachedColbertLoss, ColbertLoss
-from st_colbert_losses.losses.negative_ce import CachedColbertNegativeCELoss, ColbertNegativeCELoss
-from st_colbert_losses.losses.pairwise_ce import CachedColbertPairwiseCELoss, ColbertPairwiseCELoss
+from st_colbert_losses.losses.infonce import CachedColbertLoss, ColbertLoss, MoCoColbertLoss
+from st_colbert_losses.losses.negative_ce import (
+    CachedColbertNegativeCELoss,
+    ColbertNegativeCELoss,
+    MoCoColbertNegativeCELoss,
+)
+from st_colbert_losses.losses.pairwise_ce import (
+    CachedColbertPairwiseCELoss,
+    ColbertPairwiseCELoss,
+    MoCoColbertPairwiseCELoss,
+)
 from st_colbert_losses.losses.pairwise_negative_ce import (
     CachedColbertPairwiseNegativeCELoss,
     ColbertPairwiseNegativeCELoss,
+    MoCoColbertPairwiseNegativeCELoss,
 )
-from st_colbert_losses.losses.sigmoid import CachedColbertSigmoidLoss, ColbertSigmoidLoss
+from st_colbert_losses.losses.sigmoid import CachedColbertSigmoidLoss, ColbertSigmoidLoss, MoCoColbertSigmoidLoss
 from st_colbert_losses.scores import Scores
 from st_colbert_losses.tokens import Tokens
 
@@ -26,6 +35,11 @@ __all__ = [
     "ColbertPairwiseNegativeCELoss",
     "ColbertSigmoidLoss",
     "LateInteractionLoss",
+    "MoCoColbertLoss",
+    "MoCoColbertNegativeCELoss",
+    "MoCoColbertPairwiseCELoss",
+    "MoCoColbertPairwiseNegativeCELoss",
+    "MoCoColbertSigmoidLoss",
     "Scores",
     "Tokens",
 ]

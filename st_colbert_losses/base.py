@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from st_colbert_losses.checks import check_columns, check_labels, check_replay, check_rows
-from st_colbert_losses.columns import Column
+from st_colbert_losses.columns import Column, Queued
 from st_colbert_losses.content import content_keys
 from st_colbert_losses.distributed import world_size
-from st_colbert_losses.encoding import embed, is_document_column
+from st_colbert_losses.encoding import embed, is_document_column, unwrap
 from st_colbert_losses.features import count_rows
+from st_colbert_losses.memory import MEMORY_ATTRIBUTES, MEMORY_DEFAULTS, Memory
 from st_colbert_losses.mini_batches import embed_in_mini_batches
+from st_colbert_losses.momentum import hear_of_steps
 from st_colbert_losses.notices import Notices
 from st_colbert_losses.options import Options, check_option
+from st_colbert_losses.queue import DocumentQueue
 from st_colbert_losses.scores import lower_likely_positives, score
 from st_colbert_losses.tokens import Tokens
 
@@ -77,6 +81,15 @@ class LateInteractionLoss(nn.Module):
         0.0
     """
 
+    # Attributes of the MoCo forms.
+    queue_size: int
+    queue_dtype: torch.dtype | None
+    momentum: float | None
+    enqueue_negatives: bool
+    enqueue_batches: bool
+    warmup_steps: int
+    live_documents: bool
+
     def __init__(
         self,
         model: nn.Module,
@@ -117,10 +130,14 @@ class LateInteractionLoss(nn.Module):
         self.mini_batch_size: int | None = None
         self.mini_batch_num_tokens: int | None = None
         self.show_progress_bar = False
+        # Set by the forms that remember documents.
+        self.memory: Memory | None = None
         self._notices = Notices(self._name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         check_option(type(self).__name__, name, value)
+        if (memory := self.__dict__.get("_modules", {}).get("memory")) is not None:
+            memory.check_fixed(self, name, value)
         super().__setattr__(name, value)
 
     def get_config_dict(self) -> dict[str, Any]:
@@ -128,7 +145,8 @@ class LateInteractionLoss(nn.Module):
         names = ["temperature", *Options.__annotations__]
         if self._caches:
             names += ["mini_batch_size", "mini_batch_num_tokens"]
-        return {name: getattr(self, name) for name in names}
+        config = {name: getattr(self, name) for name in names}
+        return config if self.memory is None else {**config, **self.memory.config(self)}
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self.get_config_dict().items())
@@ -156,17 +174,22 @@ class LateInteractionLoss(nn.Module):
                 "column 0 was tokenised as documents, but it holds the queries. PyLate goes by the column's name: "
                 "rename it so that it contains 'query' or 'anchor'.",
             )
-        tokens = self._embed(features)
-        keys: list[Tensor | None] = [None] * len(tokens)
-        if self.mask_duplicate_documents:
-            keys = [content_keys(column, len(t)) for column, t in zip(features, tokens, strict=True)]
-            if None in keys:
-                self._notices.info(
-                    "content",
-                    "a column holds neither token ids nor pixels row by row, so copies of a positive in it count as "
-                    "negatives.",
-                )
-        return self._loss(tokens, keys, labels)
+        memory = self.memory if torch.is_grad_enabled() and unwrap(self.model).training else None
+        fresh: list[Tokens] = []  # what the queue takes: the first document columns, encoded for it
+        if memory is None:
+            tokens = self.embed(self.model, features)
+        else:
+            tokens, fresh = memory.embed(self, features)
+        columns = _columns(tokens, self._keys(features, tokens), self._labels(tokens, labels))
+        if memory is None:
+            return self._loss(columns)
+        queued = memory.queue.column() if memory.steps >= self.warmup_steps else None
+        loss = self._loss(columns, queued)
+        if queued is not None:
+            memory.queue.lend(loss)
+        for column, encoded in zip(columns[1 : 1 + len(fresh)], fresh, strict=True):
+            memory.queue.append(replace(column, tokens=encoded))
+        return loss
 
     def from_tokens(self, queries: Tokens, documents: Sequence[Tokens], labels: Tensor | None = None) -> Tensor:
         """Compute the same loss from embeddings: for wrappers, and for models that no trainer here knows.
@@ -181,42 +204,91 @@ class LateInteractionLoss(nn.Module):
         """
         tokens = [queries, *documents]
         check_columns(self._name, len(tokens), self.explicit_negatives)
-        return self._loss(tokens, [None] * len(tokens), labels)
+        return self._loss(_columns(tokens, [None] * len(tokens), self._labels(tokens, labels)))
+
+    def _labels(self, tokens: list[Tokens], labels: Tensor | None) -> Tensor | None:
+        check_rows(self._name, [len(t) for t in tokens])
+        check_labels(self._name, labels, len(tokens[0]))
+        return labels
+
+    def _keys(self, features: list[dict[str, Any]], tokens: list[Tokens]) -> list[Tensor | None]:
+        if not self.mask_duplicate_documents:
+            return [None] * len(tokens)
+        keys = [content_keys(column, len(t)) for column, t in zip(features, tokens, strict=True)]
+        if None in keys:
+            self._notices.info(
+                "content",
+                "a column holds neither token ids nor pixels row by row, so copies of a positive in it count as "
+                "negatives.",
+            )
+        return keys
 
     @property
     def _caches(self) -> bool:
         return self.mini_batch_size is not None or self.mini_batch_num_tokens is not None
 
-    def _embed(self, features: list[dict[str, Any]]) -> list[Tokens]:
+    def embed(self, model: nn.Module, columns: list[dict[str, Any]], first: int = 0) -> list[Tokens]:
+        """Embed columns, of which the first is column ``first`` of the batch: column 0 holds the queries."""
         if not self._caches:
-            return [embed(self.model, column, is_query=i == 0) for i, column in enumerate(features)]
-        check_replay(self._name, self.model, features)
+            return [embed(model, column, is_query=i == 0) for i, column in enumerate(columns, start=first)]
+        check_replay(self._name, model, columns)
         if torch.is_grad_enabled() and self.mini_batch_num_tokens is None:
-            self._notices.mini_batch(self.mini_batch_size, count_rows(features[0]))
+            self._notices.mini_batch(self.mini_batch_size, count_rows(columns[0]))
         return embed_in_mini_batches(
-            self.model,
-            features,
+            model,
+            columns,
+            first,
             mini_batch_size=self.mini_batch_size,
             mini_batch_num_tokens=self.mini_batch_num_tokens,
             show_progress_bar=self.show_progress_bar,
         )
 
-    def _loss(self, tokens: list[Tokens], keys: list[Tensor | None], labels: Tensor | None) -> Tensor:
-        check_rows(self._name, [len(t) for t in tokens])
-        check_labels(self._name, labels, len(tokens[0]))
+    def _loss(self, columns: list[Column], queued: Queued | None = None) -> Tensor:
         self._check_processes()
         self._notices.temperature(self.temperature, self.normalize_scores)
-        queries, *documents = _columns(tokens, keys, labels)
+        queries, *documents = columns
         pool, hard = (documents[:1], documents[1:]) if self.explicit_negatives else (documents, [])
         with torch.autocast(queries.tokens.vectors.device.type, enabled=False):
             tau = self.tau if self.use_smooth_max else None
-            scores = score(queries, pool, hard, tau=tau, normalize=self.normalize_scores)
+            scores = score(queries, pool, hard, queued, tau=tau, normalize=self.normalize_scores)
             bounded = self.normalize_scores and not self.use_smooth_max
             self._notices.scores(scores, queries.tokens.vectors.dtype, self.norm_tol if bounded else None)
             if self.pos_aware_negative_filtering:
                 scores = lower_likely_positives(scores, self.filter_threshold, self.filter_factor)
             _, *names = inspect.signature(self.objective).parameters
             return self.objective(scores, **{name: getattr(self, name) for name in names}).mean()
+
+    def _remember(self, options: dict[str, Any]) -> None:
+        """Make this a MoCo form, with a queue and a momentum encoder."""
+        options = {**MEMORY_DEFAULTS, **options}
+        for name in MEMORY_ATTRIBUTES:
+            setattr(self, name, options[name])
+        self.memory = Memory(self, options["momentum_model"])
+        hear_of_steps(self)
+
+    @property
+    def queue(self) -> DocumentQueue:
+        """The document queue of a MoCo form."""
+        return self._needs_memory().queue
+
+    @property
+    def momentum_model(self) -> nn.Module | None:
+        """The momentum encoder of a MoCo form, ``None`` with ``momentum=None``."""
+        return self._needs_memory().momentum_model
+
+    def after_step(self, moved: set[int]) -> None:
+        """Called after every optimizer step of the model; the MoCo forms move their momentum encoder."""
+        self._needs_memory().after_step(self, moved)
+
+    def _needs_memory(self) -> Memory:
+        if self.memory is None:
+            raise ValueError(f"{self._name}: has no queue and no momentum encoder, expected a MoCo form. Use MoCo...")
+        return self.memory
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if self.memory is not None:  # a copy hears of its own model's steps
+            hear_of_steps(self)
 
     def _check_processes(self) -> None:
         if world_size() == 1:

@@ -105,6 +105,21 @@ def check_replay(owner: str, model: nn.Module, features: Sequence[Mapping[str, A
         )
 
 
+def check_memory(owner: str, model: nn.Module) -> None:
+    """Refuse models whose optimizer steps cannot be followed.
+
+    Raises:
+        ValueError: Saying who, got, expected and the remedy.
+    """
+    for wrapper in _wrappers(model):
+        stage = getattr(wrapper, "zero_optimization_stage", None)
+        if callable(stage) and stage() >= 1:
+            raise ValueError(
+                f"{owner}: got a DeepSpeed model with ZeRO stage {stage()}, expected no ZeRO: its optimizer steps on "
+                "partitions that the momentum encoder cannot follow. Use DDP, or a loss without queue."
+            )
+
+
 def _wrappers(model: Any) -> list[Any]:
     """The model and what it wraps, from the outside in."""
     found = [model]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from st_colbert_losses.maxsim import PackedTokens
 from st_colbert_losses.tokens import Tokens
 
 
@@ -15,7 +16,7 @@ class Column:
 
     Args:
         tokens: Their token embeddings.
-        rows: (N,) the row of the batch that each belongs to; rows hold one query and one or more documents.
+        rows: (N,) the row of the batch that each belongs to; a row holds a query and its documents.
         labels: (N,) the label of that row, or ``None`` where the batch has no labels.
         keys: (N,) their content (see :mod:`st_colbert_losses.content`), or ``None`` where it is unknown.
     """
@@ -25,8 +26,28 @@ class Column:
     labels: Tensor | None = None
     keys: Tensor | None = None
 
+    @property
+    def present(self) -> Tensor:
+        """(N,) bool: which have a scored token."""
+        return self.tokens.mask.any(1)
 
-def negatives(queries: Column, positives: Column, candidates: Column) -> Tensor:
+
+@dataclass(frozen=True, eq=False)
+class Queued:
+    """K documents of earlier batches: candidates like those of a column, of no row (-1) and without padding."""
+
+    tokens: PackedTokens
+    rows: Tensor
+    labels: Tensor | None = None
+    keys: Tensor | None = None
+
+    @property
+    def present(self) -> Tensor:
+        """(K,) bool: which have a scored token."""
+        return (self.tokens.lengths > 0).to(self.rows.device)
+
+
+def negatives(queries: Column, positives: Column, candidates: Column | Queued) -> Tensor:
     """Tell which candidates are negatives of which query.
 
     None are: empty documents; the row's positive; copies of the row's positive, or of the positive of a row with the
@@ -35,13 +56,13 @@ def negatives(queries: Column, positives: Column, candidates: Column) -> Tensor:
     Args:
         queries: B queries.
         positives: The positives of the batch, in the order of the queries.
-        candidates: C documents, the positives themselves or others.
+        candidates: C documents, the positives themselves, others of the batch, or those of the queue.
 
     Returns:
         (B, C) bool.
     """
     other_row = queries.rows[:, None] != candidates.rows
-    allowed = candidates.tokens.mask.any(1).expand_as(other_row)
+    allowed = candidates.present.expand_as(other_row)
     if candidates is positives:
         allowed = allowed & other_row
     if queries.labels is not None and candidates.labels is not None:
@@ -65,7 +86,7 @@ def own_negatives(positives: Column, candidates: Column) -> Tensor:
     Returns:
         (B, N) bool.
     """
-    allowed = candidates.tokens.mask.any(1).view(len(positives.rows), -1)
+    allowed = candidates.present.view(len(positives.rows), -1)
     if positives.keys is not None and candidates.keys is not None:
         allowed &= positives.keys[:, None] != candidates.keys.view_as(allowed)
     return allowed

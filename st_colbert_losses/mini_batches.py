@@ -31,6 +31,7 @@ from st_colbert_losses.tokens import Tokens
 def embed_in_mini_batches(
     model: nn.Module,
     columns: Sequence[Mapping[str, Any]],
+    first: int = 0,
     *,
     mini_batch_size: int | None,
     mini_batch_num_tokens: int | None,
@@ -43,7 +44,8 @@ def embed_in_mini_batches(
 
     Args:
         model: The model.
-        columns: The queries and the document columns.
+        columns: The queries and the document columns, or some of them.
+        first: The place of the first of them in the batch; place 0 holds the queries.
         mini_batch_size: Rows of a mini-batch.
         mini_batch_num_tokens: Tokens of a mini-batch instead, rows times the longest row; a longer row goes alone.
         show_progress_bar: Show one over the mini-batches.
@@ -55,7 +57,7 @@ def embed_in_mini_batches(
         ValueError: If the features cannot be cut by rows.
     """
     plans = []
-    for i, features in enumerate(columns):
+    for i, features in enumerate(columns, start=first):
         rows = count_rows(features)
         lengths = _lengths(needed_positions(model, features, i == 0), features, rows)
         plan = _plan(lengths, mini_batch_size, mini_batch_num_tokens)
@@ -64,7 +66,7 @@ def embed_in_mini_batches(
     replay = Replay(model)
     tokens = []
     with tqdm(total=sum(len(plan) for plan, *_ in plans), leave=False, disable=not show_progress_bar) as bar:
-        for i, (features, (plan, bounds, lengths)) in enumerate(zip(columns, plans, strict=True)):
+        for i, (features, (plan, bounds, lengths)) in enumerate(zip(columns, plans, strict=True), start=first):
             parts = []
             for chosen in plan:
                 part = features

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from numbers import Real
 from typing import Any
 
+import torch
+from torch import nn
 from typing_extensions import TypedDict
 
 
@@ -24,6 +26,45 @@ class Options(TypedDict, total=False):
     gather_across_devices: bool
 
 
+class MoCoOptions(Options, total=False):
+    """Keyword arguments of the MoCo forms.
+
+    Args:
+        queue_size: Documents that the queue holds, from 1.
+        momentum: Share of the momentum encoder that stays after an optimizer step, in [0, 1): half of it is renewed
+            every ``log(0.5) / log(momentum)`` steps, 69 at 0.99. ``None``: no second encoder, the queue takes the
+            embeddings of the model itself.
+        momentum_model: The momentum encoder, where the model cannot be copied, or another loss's to share.
+        queue_dtype: What documents are stored in; ``None`` as they are embedded.
+        enqueue_negatives: Put explicit negatives into the queue too.
+        enqueue_batches: ``False`` leaves the queue to ``loss.queue.enqueue``.
+        warmup_steps: Optimizer steps before the queue is scored; it fills meanwhile.
+        live_documents: ``False`` is MoCo to the letter: the batch's documents too come from the momentum encoder.
+        mini_batch_size: As in the cached forms; ``None`` for no gradient caching.
+        mini_batch_num_tokens: Likewise.
+        show_progress_bar: Likewise.
+    """
+
+    queue_size: int
+    momentum: float | None
+    momentum_model: nn.Module | None
+    queue_dtype: torch.dtype | None
+    enqueue_negatives: bool
+    enqueue_batches: bool
+    warmup_steps: int
+    live_documents: bool
+    mini_batch_size: int | None
+    mini_batch_num_tokens: int | None
+    show_progress_bar: bool
+
+
+def split_options(options: MoCoOptions) -> tuple[Options, dict[str, Any]]:
+    """What every loss takes (or refuses, as it does not know it), and what is the MoCo forms' own."""
+    own = MoCoOptions.__annotations__.keys() - Options.__annotations__.keys()
+    common: Any = {name: value for name, value in options.items() if name not in own}
+    return common, {name: value for name, value in options.items() if name in own}
+
+
 _Rule = tuple[Callable[[Any], bool], str, str]
 
 
@@ -35,11 +76,12 @@ def _flag(remedy: str) -> _Rule:
     return (lambda value: isinstance(value, bool), "True or False", remedy)
 
 
-def _count(remedy: str) -> _Rule:
-    def valid(value: object) -> bool:
-        return value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1)
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
-    return (valid, "a whole number from 1, or None", remedy)
+
+def _count(remedy: str) -> _Rule:
+    return (lambda value: value is None or (_is_count(value) and value >= 1), "a whole number from 1, or None", remedy)
 
 
 _POSITIVE = _number(lambda value: math.isfinite(value) and value > 0)
@@ -77,6 +119,24 @@ _RULES: dict[str, _Rule] = {
     "bias": (_FINITE, "a finite number", "Give the score at which a pair is undecided; 0.0 is the default."),
     "mini_batch_size": _count("It bounds the rows that are encoded at once, and with them the memory."),
     "mini_batch_num_tokens": _count("It bounds the tokens that are encoded at once, rows times the longest row."),
+    "queue_size": (
+        lambda value: _is_count(value) and value >= 1,
+        "a whole number from 1",
+        "1024 documents are the default; a queue may be larger than the batch and should be smaller than an epoch.",
+    ),
+    "warmup_steps": (
+        lambda value: _is_count(value) and value >= 0,
+        "a whole number from 0",
+        "0 scores the queue from the first step.",
+    ),
+    "momentum": (
+        lambda value: value is None or _number(lambda m: 0 <= m < 1)(value),
+        "a number in [0, 1), or None",
+        "0.99 is the default; 1 would never move; None queues the embeddings of the model itself.",
+    ),
+    "enqueue_negatives": _flag("True puts explicit negatives into the queue too."),
+    "enqueue_batches": _flag("False leaves the queue to loss.queue.enqueue."),
+    "live_documents": _flag("False takes the batch's documents from the momentum encoder too."),
     "show_progress_bar": _flag("True shows one over the mini-batches."),
     "normalize_scores": _flag("True divides each score by the number of scored query tokens."),
     "use_smooth_max": _flag("True replaces the maximum by tau * logsumexp."),

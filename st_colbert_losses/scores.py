@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from st_colbert_losses.columns import Column, negatives, own_negatives
+from st_colbert_losses.columns import Column, Queued, negatives, own_negatives
 from st_colbert_losses.maxsim import maxsim, maxsim_own
 
 
@@ -28,7 +28,13 @@ class Scores:
 
 
 def score(
-    queries: Column, pool: Sequence[Column], hard: Sequence[Column], *, tau: float | None, normalize: bool
+    queries: Column,
+    pool: Sequence[Column],
+    hard: Sequence[Column],
+    queued: Queued | None = None,
+    *,
+    tau: float | None,
+    normalize: bool,
 ) -> Scores:
     """Score queries against the pool and against their own explicit negatives.
 
@@ -36,11 +42,12 @@ def score(
         queries: B queries.
         pool: Columns of candidates; the first holds the positives.
         hard: Columns of explicit negatives, (B * n documents, row by row).
+        queued: The queue's documents, where there is one and it holds any.
         tau: Width of the smooth maximum, ``None`` for the maximum.
         normalize: Divide each query's scores by its number of scored tokens.
 
     Returns:
-        Scores with the pool query-major: candidate ``j * N + n`` is the n-th document of row j.
+        Scores with the pool query-major: candidate ``j * N + n`` is the n-th document of row j; the queue's follow.
     """
     b, positives = len(queries.tokens), pool[0]
     length = queries.tokens.mask.sum(1, keepdim=True).clamp(min=1) if normalize else 1
@@ -54,9 +61,14 @@ def score(
     for column in hard:
         scores = maxsim_own(queries.tokens, column.tokens, tau=tau) / length
         hard_scores.append(scores.masked_fill(~own_negatives(positives, column), -torch.inf))
+    candidates = torch.cat(pool_scores, 2).flatten(1)
+    if queued is not None:
+        scores = maxsim(queries.tokens, queued.tokens, tau=tau) / length
+        scores = scores.masked_fill(~negatives(queries, positives, queued), -torch.inf)
+        candidates = torch.cat([candidates, scores.to(candidates.dtype)], 1)
     return Scores(
         positive=positive,
-        pool=torch.cat(pool_scores, 2).flatten(1),
+        pool=candidates,
         hard=torch.cat(hard_scores, 1) if hard_scores else positive.new_empty(b, 0),
     )
 

@@ -5,7 +5,6 @@ Written from the definitions, sharing no code with the package. Autograd through
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -44,9 +43,19 @@ def softplus(x: Tensor) -> Tensor:
     return torch.log1p(torch.exp(-abs(x))) + (x if float(x.detach()) > 0 else 0 * x)
 
 
+@dataclass
+class QueuedDocument:
+    """A document of the queue: its scored tokens, their ids, the label of the row it came from."""
+
+    tokens: Tensor
+    ids: tuple[int, ...] | None = None
+    label: int | None = None
+
+
 def loss(
     name: str,
     rows: Sequence[Row],
+    queue: Sequence[QueuedDocument] = (),
     *,
     temperature: float,
     normalize_scores: bool = True,
@@ -85,12 +94,17 @@ def loss(
                     continue
                 if other is not row and row.label is not None and other.label == row.label:
                     continue
-                s = score(row, document)
-                if pos_aware_negative_filtering:
-                    s_value, p_value = float(s.detach()), float(positive.detach())
-                    if s_value > p_value - abs(p_value) * (1 - filter_threshold):
-                        s = s - abs(s) * (1 - filter_factor)
-                pool.append(s)
+                pool.append(score(row, document))
+        for queued in queue:
+            if len(queued.tokens) == 0 or is_copy(row, queued.ids):
+                continue
+            if row.label is not None and queued.label == row.label:
+                continue
+            pool.append(score(row, queued.tokens))
+        if pos_aware_negative_filtering:
+            p_value = float(positive.detach())
+            limit = p_value - abs(p_value) * (1 - filter_threshold)
+            pool = [s - abs(s) * (1 - filter_factor) if float(s.detach()) > limit else s for s in pool]
         hard = [
             score(row, document)
             for n, document in enumerate(row.documents)
@@ -139,6 +153,3 @@ def _row(name: str, p: Tensor, pool: list[Tensor], hard: list[Tensor], t: float,
 def unit(*shape: int) -> Tensor:
     """Random unit vectors in float64."""
     return torch.nn.functional.normalize(torch.randn(*shape, dtype=torch.float64), dim=-1)
-
-
-LN2 = math.log(2)

@@ -7,7 +7,7 @@ from typing_extensions import Unpack
 
 from st_colbert_losses.base import LateInteractionLoss
 from st_colbert_losses.objectives import infonce
-from st_colbert_losses.options import Options
+from st_colbert_losses.options import MoCoOptions, Options, split_options
 
 CITATION = """
 @article{oord2018representation,
@@ -90,3 +90,22 @@ class CachedColbertLoss(ColbertLoss):
         self.mini_batch_size = mini_batch_size
         self.mini_batch_num_tokens = mini_batch_num_tokens
         self.show_progress_bar = show_progress_bar
+
+
+class MoCoColbertLoss(ColbertLoss):
+    """:class:`ColbertLoss` with a queue: many negatives at a small batch.
+
+    Documents of earlier batches, as a slowly moving copy of the model encoded them, are further candidates.
+
+    Args:
+        model: The model to train.
+        **options: As for :class:`ColbertLoss`, and :class:`~st_colbert_losses.options.MoCoOptions`.
+
+    References:
+        He et al. (2020), https://arxiv.org/abs/1911.05722; Wang et al. (2020), https://arxiv.org/abs/1912.06798
+    """
+
+    def __init__(self, model: nn.Module, *, temperature: float = 0.02, **options: Unpack[MoCoOptions]) -> None:
+        common, memory = split_options(options)
+        super().__init__(model, temperature=temperature, **common)
+        self._remember(memory)

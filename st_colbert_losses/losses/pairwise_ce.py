@@ -7,7 +7,7 @@ from typing_extensions import Unpack
 
 from st_colbert_losses.base import LateInteractionLoss
 from st_colbert_losses.objectives import pairwise
-from st_colbert_losses.options import Options
+from st_colbert_losses.options import MoCoOptions, Options, split_options
 
 COLPALI_CITATION = """
 @article{faysse2024colpali,
@@ -91,3 +91,22 @@ class CachedColbertPairwiseCELoss(ColbertPairwiseCELoss):
         self.mini_batch_size = mini_batch_size
         self.mini_batch_num_tokens = mini_batch_num_tokens
         self.show_progress_bar = show_progress_bar
+
+
+class MoCoColbertPairwiseCELoss(ColbertPairwiseCELoss):
+    """:class:`ColbertPairwiseCELoss` with a queue: many negatives at a small batch.
+
+    Documents of earlier batches, as a slowly moving copy of the model encoded them, are further candidates.
+
+    Args:
+        model: The model to train.
+        **options: As for :class:`ColbertPairwiseCELoss`, and :class:`~st_colbert_losses.options.MoCoOptions`.
+
+    References:
+        He et al. (2020), https://arxiv.org/abs/1911.05722; Wang et al. (2020), https://arxiv.org/abs/1912.06798
+    """
+
+    def __init__(self, model: nn.Module, *, temperature: float = 1.0, **options: Unpack[MoCoOptions]) -> None:
+        common, memory = split_options(options)
+        super().__init__(model, temperature=temperature, **common)
+        self._remember(memory)

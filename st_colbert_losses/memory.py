@@ -1,0 +1,147 @@
+"""What a MoCo form remembers between steps: the queue, the momentum encoder, the steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from st_colbert_losses.checks import check_memory
+from st_colbert_losses.encoding import unwrap
+from st_colbert_losses.momentum import autocast_of, check_twin, copy_model, follow, settle
+from st_colbert_losses.queue import DocumentQueue
+from st_colbert_losses.tokens import Tokens
+
+MEMORY_DEFAULTS: dict[str, Any] = {
+    "queue_size": 1024,
+    "momentum": 0.99,
+    "momentum_model": None,
+    "queue_dtype": None,
+    "enqueue_negatives": False,
+    "enqueue_batches": True,
+    "warmup_steps": 0,
+    "live_documents": True,
+    "mini_batch_size": None,
+    "mini_batch_num_tokens": None,
+    "show_progress_bar": False,
+}
+# Those that are attributes of the loss; momentum_model is the memory's.
+MEMORY_ATTRIBUTES = tuple(name for name in MEMORY_DEFAULTS if name != "momentum_model")
+
+
+class Memory(nn.Module):
+    """The state of a MoCo form: a module without parameters, whose extra state is in the loss's ``state_dict()``.
+
+    The momentum encoder is kept out of the module tree, so that trainers neither train, wrap, swap nor publish it.
+
+    Args:
+        loss: The loss, with its model and hyperparameters. Not kept: copies of a loss have memories of their own.
+        momentum_model: The momentum encoder, where it is not to be copied from the model.
+    """
+
+    momentum_model: nn.Module | None
+
+    def __init__(self, loss: Any, momentum_model: nn.Module | None) -> None:
+        super().__init__()
+        owner, model = type(loss).__name__, loss.model
+        self.check_encoder(loss, loss.live_documents)
+        self.queue = DocumentQueue(loss.queue_size, loss.queue_dtype)
+        self.steps = 0
+        self.attached = False  # to the Trainer that is running
+        twin = momentum_model
+        if loss.momentum is None:
+            twin = None
+        elif twin is None:
+            twin = copy_model(owner, model)
+        else:
+            check_twin(owner, model, twin)
+            twin.requires_grad_(False).eval()
+        object.__setattr__(self, "momentum_model", twin)
+        live = {id(p) for p in unwrap(model).parameters()}
+        self._shared = {name for name, p in twin.named_parameters() if id(p) in live} if twin is not None else set()
+
+    def embed(self, loss: Any, features: list[dict[str, Any]]) -> tuple[list[Tokens], list[Tokens]]:
+        """Embed a training batch.
+
+        Returns:
+            The columns as they are scored; and the first document columns as they go into the queue, none if none do.
+        """
+        check_memory(type(loss).__name__, loss.model)
+        if not self.attached:
+            # Here, as it looks for the Trainer that is calling, which needs transformers.
+            from st_colbert_losses.resume import attach
+
+            attach(loss, self)
+        queued = 0 if not loss.enqueue_batches else len(features) - 1 if loss.enqueue_negatives else 1
+        tokens = loss.embed(loss.model, features if loss.live_documents else features[:1])
+        twin = self.momentum_model
+        if twin is None:
+            return tokens, tokens[1 : 1 + queued]
+        settle(twin, loss.model)
+        wanted = features[1 : 1 + queued] if loss.live_documents else features[1:]
+        with torch.no_grad(), autocast_of(loss.model):
+            fresh = loss.embed(twin, wanted, first=1)
+        return (tokens if loss.live_documents else tokens + fresh), fresh[:queued]
+
+    def after_step(self, loss: Any, moved: set[int]) -> None:
+        """Count an optimizer step and move the momentum encoder, unless a loss that shares it has."""
+        self.steps += 1
+        if self.momentum_model is not None and id(self.momentum_model) not in moved:
+            moved.add(id(self.momentum_model))
+            settle(self.momentum_model, loss.model)
+            follow(self.momentum_model, loss.model, loss.momentum)
+
+    def config(self, loss: Any) -> dict[str, Any]:
+        """The hyperparameters of a MoCo form; JSON-safe."""
+        names = ("queue_size", "momentum", "enqueue_negatives", "enqueue_batches", "warmup_steps", "live_documents")
+        dtype = None if loss.queue_dtype is None else str(loss.queue_dtype).removeprefix("torch.")
+        return {**{name: getattr(loss, name) for name in names}, "queue_dtype": dtype}
+
+    def check_fixed(self, loss: Any, name: str, value: object) -> None:
+        """Refuse to change what was made once.
+
+        Raises:
+            ValueError: Saying who, got, expected and the remedy.
+        """
+        encoder_changes = name == "momentum" and (value is None) != (loss.momentum is None)
+        if name in ("queue_size", "queue_dtype") or encoder_changes:
+            raise ValueError(
+                f"{type(loss).__name__}: got {name}={value!r} after construction, expected it to stay "
+                f"{getattr(loss, name)!r}: queue and momentum encoder are made once. Make a new loss."
+            )
+        if name == "live_documents":
+            self.check_encoder(loss, bool(value))
+
+    @staticmethod
+    def check_encoder(loss: Any, live_documents: bool) -> None:
+        """Refuse to take documents from a momentum encoder that is not there.
+
+        Raises:
+            ValueError: Saying who, got, expected and the remedy.
+        """
+        if loss.momentum is None and not live_documents:
+            raise ValueError(
+                f"{type(loss).__name__}: got momentum=None with live_documents=False, expected a momentum encoder for "
+                "the batch's documents. Give a momentum, or keep live_documents=True."
+            )
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """The queue, the steps, and what the momentum encoder does not share with the model."""
+        twin = {} if self.momentum_model is None else self.momentum_model.state_dict()
+        own = {name: value for name, value in twin.items() if name not in self._shared}
+        return {"queue": self.queue.state(), "steps": self.steps, "momentum_model": own}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.queue.load(state["queue"])
+        self.steps = state["steps"]
+        if self.momentum_model is not None:
+            shared = {name: p for name, p in self.momentum_model.state_dict().items() if name in self._shared}
+            self.momentum_model.load_state_dict({**shared, **state["momentum_model"]})
+
+    def forget(self, model: nn.Module) -> None:
+        """Start again from the model as it is: an empty queue, and a momentum encoder equal to it."""
+        self.queue.clear()
+        self.steps = 0
+        if self.momentum_model is not None:
+            follow(self.momentum_model, model, momentum=0.0)

@@ -1,0 +1,116 @@
+"""The document queue: a ring that keeps the newest documents, packed."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from st_colbert_losses.queue import DocumentQueue
+
+
+def documents(lengths: list[int], dim: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+    width = max(lengths, default=0) + 1
+    mask = torch.arange(width) < torch.tensor(lengths)[:, None] if lengths else torch.zeros(0, width, dtype=torch.bool)
+    return torch.randn(len(lengths), width, dim), mask
+
+
+@settings(deadline=None)
+@given(
+    capacity=st.integers(1, 7),
+    batches=st.lists(st.lists(st.integers(0, 9), max_size=9), max_size=14),
+    read=st.lists(st.booleans(), min_size=14, max_size=14),
+)
+def test_is_a_list_of_the_newest(capacity, batches, read):
+    """Any widths, empty documents, batches across the seam or larger than the queue, read after any of them."""
+    queue, expected = DocumentQueue(capacity), []
+    for step, lengths in enumerate(batches):
+        vectors, mask = documents(lengths)
+        labels = torch.arange(len(lengths)) + 100 * step
+        queue.enqueue(vectors, mask, labels=labels)
+        expected += [(v[m], int(label)) for v, m, label in zip(vectors, mask, labels, strict=True)]
+        expected = expected[-capacity:]
+        assert len(queue) == len(expected)
+        if read[step]:
+            queue.column()
+    column = queue.column()
+    if not expected:
+        assert column is None
+        return
+    found = [
+        column.tokens.vectors[start : start + length]
+        for start, length in zip(column.tokens.starts, column.tokens.lengths, strict=True)
+    ]
+    assert [len(tokens) for tokens in found] == [len(tokens) for tokens, _ in expected]
+    assert all(torch.equal(a, b) for a, (b, _) in zip(found, expected, strict=True))
+    assert column.labels.tolist() == [label for _, label in expected]
+    again = DocumentQueue(capacity)
+    again.load(queue.state())
+    assert len(again) == len(queue)
+    assert all(torch.equal(a, b) for a, b in zip(queue.state().values(), again.state().values(), strict=True))
+
+
+def test_does_not_grow_once_it_has_wrapped():
+    generator = torch.Generator().manual_seed(0)
+    queue = DocumentQueue(256)
+    sizes = []
+    for _ in range(1000):
+        lengths = torch.randint(20, 181, (16,), generator=generator).tolist()
+        queue.enqueue(*documents(lengths, dim=2))
+        sizes.append(queue.column().tokens.vectors.shape[0])
+    assert len(set(sizes[16:])) <= 2  # the first full round may correct the estimate of the first batches
+    assert len(set(sizes[64:])) == 1
+    assert sizes[-1] < 1.35 * 256 * 100
+
+
+def test_memory():
+    """4,096 documents of 20..180 tokens in bfloat16: about 100 MB, where padding in float32 takes 378 MB."""
+    generator = torch.Generator().manual_seed(0)
+    queue = DocumentQueue(4096, torch.bfloat16)
+    for _ in range(5000 // 64):
+        lengths = torch.randint(20, 181, (64,), generator=generator).tolist()
+        queue.enqueue(*documents(lengths, dim=128))
+        queue.column()
+    vectors = queue.column().tokens.vectors
+    assert vectors.dtype == torch.bfloat16
+    assert vectors.numel() * 2 < 115e6
+
+
+def test_tells_its_size_at_the_first_document_and_when_full(caplog):
+    queue = DocumentQueue(4)
+    with caplog.at_level(logging.INFO, "st_colbert_losses"):
+        for _ in range(5):
+            queue.enqueue(*documents([2, 3]))
+            queue.column()
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 2
+    assert messages[0].startswith("DocumentQueue: holds 2 of 4 documents in")
+    assert messages[1].startswith("DocumentQueue: holds 4 of 4 documents in")
+    assert "MiB of float32" in messages[1]
+
+
+def test_pending_documents_count_and_are_cleared():
+    queue = DocumentQueue(4)
+    queue.enqueue(*documents([1, 2, 3]))
+    assert len(queue) == 3
+    assert queue.state()["lengths"].tolist() == [1, 2, 3]
+    queue.enqueue(*documents([4]))
+    queue.clear()
+    assert len(queue) == 0
+    assert queue.column() is None
+    assert queue.state() == {}
+
+
+def test_refuses_what_does_not_fit():
+    queue = DocumentQueue(4)
+    queue.enqueue(*documents([1]))
+    queue.column()
+    with pytest.raises(ValueError, match=r"DocumentQueue: got embeddings of 5 dimensions, expected 3"):
+        queue.enqueue(*documents([1], dim=5))
+    with pytest.raises(ValueError, match=r"DocumentQueue: got .* labels of shape \(3,\)"):
+        queue.enqueue(*documents([1]), labels=torch.arange(3))
+    with pytest.raises(ValueError, match=r"Tokens: got vectors of shape"):
+        queue.enqueue(torch.rand(2, 3))
