@@ -243,23 +243,26 @@ def test_two_forwards_before_a_backward():
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
-def test_copies_in_the_queue_are_no_negatives_and_without_the_mask_training_gets_worse():
-    """Eight pairs, a queue of 64: every positive has copies in the queue. Masked, they cost nothing."""
-    final = {}
-    for masked in (True, False):
-        torch.manual_seed(0)
-        encoder = Encoder()
-        moco = MoCoColbertLoss(encoder, queue_size=64, momentum=0.5, temperature=0.05, mask_duplicate_documents=masked)
-        optimizer = torch.optim.AdamW(encoder.parameters(), lr=0.02)
-        data = batch(rows=8, columns=2)
-        for _ in range(40):
-            for rows in torch.randperm(8).split(4):
+def test_without_the_mask_copies_in_the_queue_harm():
+    """Thirty epochs of eight pairs, a queue of 64: every positive has copies in it. Masked, they cost nothing."""
+    queries = torch.arange(8)[:, None] * 2 + torch.arange(2)
+    positives = 20 + torch.arange(8)[:, None] * 3 + torch.arange(3)
+    data = [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in (queries, positives)]
+    final = {True: 0.0, False: 0.0}
+    for masked in final:
+        for seed in range(3):
+            torch.manual_seed(seed)
+            encoder = Encoder()
+            moco = MoCoColbertLoss(
+                encoder, queue_size=64, momentum=0.5, temperature=0.05, mask_duplicate_documents=masked
+            )
+            optimizer = torch.optim.AdamW(encoder.parameters(), lr=0.02)
+            for rows in torch.cat([torch.randperm(8) for _ in range(30)]).split(4):
                 optimizer.zero_grad()
                 moco([{key: value[rows] for key, value in column.items()} for column in data]).backward()
                 optimizer.step()
-        encoder.eval()
-        final[masked] = st_colbert_losses.ColbertLoss(encoder, temperature=0.05)(data).item()
-    assert final[True] < 0.5 * final[False]
+            final[masked] += st_colbert_losses.ColbertLoss(encoder.eval(), temperature=0.05)(data).item()
+    assert final[True] < 0.6 * final[False]  # 0.53 against 1.37 when this was written
 
 
 def test_a_fixed_pool_of_chosen_negatives():

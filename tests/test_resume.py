@@ -1,0 +1,141 @@
+"""A training that resumes from a Trainer's checkpoint goes on as if it had never stopped, bit for bit."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset, DatasetDict
+from huggingface_hub.utils import filter_repo_objects
+
+from st_colbert_losses import ColbertLoss, MoCoColbertLoss, MoCoColbertSigmoidLoss
+from tests.models import PYLATE, tiny_model
+from tests.test_trainers import ROWS, Arguments, WorldTrainer
+
+if PYLATE:
+    from pylate.utils import ColBERTCollator
+
+STEPS, SAVED = 6, 3
+DATA = Dataset.from_dict({name: column * 4 for name, column in ROWS.items()})
+
+
+def queue_and_encoder(model):
+    return MoCoColbertLoss(model, queue_size=9, momentum=0.7, temperature=0.1)
+
+
+def cached(model):
+    return MoCoColbertSigmoidLoss(model, queue_size=9, momentum=0.7, live_documents=False, mini_batch_size=2)
+
+
+def two_losses(model):
+    """One of two datasets; its losses share a momentum encoder, and may first run at any step."""
+    first = queue_and_encoder(model)
+    return {
+        "one": first,
+        "two": MoCoColbertSigmoidLoss(model, queue_size=5, momentum=0.7, momentum_model=first.momentum_model),
+    }
+
+
+def run(build, folder: Path, *, resume: Path | None = None, accumulate: int = 1):
+    """Train to the last step, from the start or a checkpoint; the weights, and what the losses remember."""
+    model = tiny_model(dropout=0.2)
+    losses = build(model)
+    arguments = Arguments(
+        output_dir=str(folder),
+        max_steps=STEPS,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=accumulate,
+        learning_rate=1e-2,
+        optim="adamw_torch_fused",
+        save_strategy="steps",
+        save_steps=SAVED,
+        logging_steps=1,
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    trainer = WorldTrainer(
+        model=model,
+        args=arguments,
+        train_dataset=DatasetDict(one=DATA, two=DATA.select(range(12))) if isinstance(losses, dict) else DATA,
+        loss=losses,
+        **({"data_collator": ColBERTCollator(model.tokenize)} if PYLATE else {}),
+    )
+    trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+    memories = losses if isinstance(losses, dict) else {"": losses}
+    memories = {name: loss.memory.get_extra_state() for name, loss in memories.items() if loss.memory is not None}
+    return {name: p.detach().clone() for name, p in model.named_parameters()}, memories
+
+
+def assert_equal(first, second) -> None:
+    if isinstance(first, torch.Tensor):
+        assert torch.equal(first, second)
+    elif isinstance(first, dict):
+        assert first.keys() == second.keys()
+        for key in first:
+            assert_equal(first[key], second[key])
+    elif isinstance(first, tuple):
+        for a, b in zip(first, second, strict=True):
+            assert_equal(a, b)
+    else:
+        assert first == second
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("build", [queue_and_encoder, cached, two_losses])
+def test_resume(build, accumulate, tmp_path):
+    """From a checkpoint that was moved, with dropout and a fused optimizer."""
+    whole = run(build, tmp_path / "whole", accumulate=accumulate)
+    moved = tmp_path / "elsewhere" / f"checkpoint-{SAVED}"
+    shutil.move(tmp_path / "whole" / f"checkpoint-{SAVED}", moved)
+    assert_equal(whole, run(build, tmp_path / "resumed", resume=moved, accumulate=accumulate))
+    assert all(memory["steps"] == STEPS for memory in whole[1].values())
+
+
+def test_resume_without_the_file_says_so(tmp_path, caplog):
+    whole = run(queue_and_encoder, tmp_path / "whole")
+    checkpoint = tmp_path / "whole" / f"checkpoint-{SAVED}"
+    (file,) = checkpoint.glob("_st_colbert_losses*")
+    file.unlink()
+    with caplog.at_level(logging.WARNING, "st_colbert_losses"):
+        weights, memories = run(queue_and_encoder, tmp_path / "resumed", resume=checkpoint)
+    assert "the queue starts empty and the momentum encoder equal to the model" in caplog.text
+    assert memories[""]["steps"] == STEPS - SAVED
+    assert any(not torch.equal(a, b) for a, b in zip(whole[0].values(), weights.values(), strict=True))
+
+
+def test_a_second_training_goes_on_with_what_it_has(tmp_path):
+    """Without a checkpoint nothing is restored, and each training writes its own."""
+    model = tiny_model()
+    loss = queue_and_encoder(model)
+    for steps in (STEPS, 2 * STEPS):
+        run(lambda _: loss, tmp_path / str(steps))
+        assert loss.memory.attached is False
+    assert len(list((tmp_path / str(STEPS) / f"checkpoint-{SAVED}").glob("_st_colbert_losses*"))) == 1
+    assert len(list((tmp_path / str(2 * STEPS) / f"checkpoint-{SAVED}").glob("_st_colbert_losses*"))) == 1
+
+
+def test_nothing_of_it_is_published(tmp_path):
+    """The Trainer leaves out of its uploads what begins with an underscore; saved models hold nothing of the loss."""
+    run(two_losses, tmp_path)
+    checkpoint = tmp_path / f"checkpoint-{STEPS}"
+    files = [path.name for path in checkpoint.iterdir()]
+    ours = {"_st_colbert_losses_one.pt", "_st_colbert_losses_two.pt"}
+    assert ours <= set(files)
+    assert not ours & set(filter_repo_objects(files, ignore_patterns=["_*", "checkpoint-*"]))
+    model = tiny_model()
+    loss = queue_and_encoder(model)
+    model.save_pretrained(str(tmp_path / "model"))
+    assert not list((tmp_path / "model").rglob("*momentum*"))
+    loss.momentum_model.save_pretrained(str(tmp_path / "momentum"))  # published in its place, in one line
+    again = type(model)(str(tmp_path / "momentum"), device="cpu")
+    for a, b in zip(again.parameters(), loss.momentum_model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_losses_without_memory_write_nothing(tmp_path):
+    run(lambda model: ColbertLoss(model), tmp_path)
+    assert not list(tmp_path.rglob("_st_colbert_losses*"))
