@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from st_colbert_losses.checks import check_columns, check_labels, check_replay, check_rows
-from st_colbert_losses.columns import Column, Queued
+from st_colbert_losses.checks import check_columns, check_labels, check_processes, check_replay, check_rows
+from st_colbert_losses.columns import Batch, Queued
 from st_colbert_losses.content import content_keys
-from st_colbert_losses.distributed import world_size
+from st_colbert_losses.distributed import gather_columns, gather_sizes, rank, world_size
 from st_colbert_losses.encoding import embed, is_document_column, unwrap
 from st_colbert_losses.features import count_rows
 from st_colbert_losses.memory import MEMORY_ATTRIBUTES, MEMORY_DEFAULTS, Memory
@@ -180,15 +180,17 @@ class LateInteractionLoss(nn.Module):
             tokens = self.embed(self.model, features)
         else:
             tokens, fresh = memory.embed(self, features)
-        columns = _columns(tokens, self._keys(features, tokens), self._labels(tokens, labels))
+        batch = self._batch(tokens, self._keys(features, tokens), labels)
         if memory is None:
-            return self._loss(columns)
+            return self._loss(batch)
         queued = memory.queue.column() if memory.steps >= self.warmup_steps else None
-        loss = self._loss(columns, queued)
+        loss = self._loss(batch, queued)
         if queued is not None:
             memory.queue.lend(loss)
-        for column, encoded in zip(columns[1 : 1 + len(fresh)], fresh, strict=True):
-            memory.queue.append(replace(column, tokens=encoded))
+        enter = [replace(c, tokens=t) for c, t in zip(batch.documents[: len(fresh)], fresh, strict=True)]
+        with torch.no_grad():
+            for column in enter if batch.sizes is None else gather_columns(enter):
+                memory.queue.append(column)
         return loss
 
     def from_tokens(self, queries: Tokens, documents: Sequence[Tokens], labels: Tensor | None = None) -> Tensor:
@@ -204,12 +206,17 @@ class LateInteractionLoss(nn.Module):
         """
         tokens = [queries, *documents]
         check_columns(self._name, len(tokens), self.explicit_negatives)
-        return self._loss(_columns(tokens, [None] * len(tokens), self._labels(tokens, labels)))
+        return self._loss(self._batch(tokens, [None] * len(tokens), labels))
 
-    def _labels(self, tokens: list[Tokens], labels: Tensor | None) -> Tensor | None:
+    def _batch(self, tokens: list[Tokens], keys: list[Tensor | None], labels: Tensor | None) -> Batch:
         check_rows(self._name, [len(t) for t in tokens])
         check_labels(self._name, labels, len(tokens[0]))
-        return labels
+        sizes = None
+        if world_size() > 1 and self.gather_across_devices:
+            sizes = check_processes(self._name, gather_sizes([len(t) for t in tokens], tokens[0].mask.device))
+        elif world_size() > 1:
+            self._notices.info("local", f"negatives stay local: each of {world_size()} processes uses its own batch.")
+        return Batch.of(tokens, keys, labels, sizes, rank())
 
     def _keys(self, features: list[dict[str, Any]], tokens: list[Tokens]) -> list[Tensor | None]:
         if not self.mask_duplicate_documents:
@@ -243,11 +250,12 @@ class LateInteractionLoss(nn.Module):
             show_progress_bar=self.show_progress_bar,
         )
 
-    def _loss(self, columns: list[Column], queued: Queued | None = None) -> Tensor:
-        self._check_processes()
+    def _loss(self, batch: Batch, queued: Queued | None = None) -> Tensor:
         self._notices.temperature(self.temperature, self.normalize_scores)
-        queries, *documents = columns
+        queries, documents = batch.queries, batch.documents
         pool, hard = (documents[:1], documents[1:]) if self.explicit_negatives else (documents, [])
+        if batch.sizes is not None:
+            pool = gather_columns(pool)
         with torch.autocast(queries.tokens.vectors.device.type, enabled=False):
             tau = self.tau if self.use_smooth_max else None
             scores = score(queries, pool, hard, queued, tau=tau, normalize=self.normalize_scores)
@@ -256,7 +264,10 @@ class LateInteractionLoss(nn.Module):
             if self.pos_aware_negative_filtering:
                 scores = lower_likely_positives(scores, self.filter_threshold, self.filter_factor)
             _, *names = inspect.signature(self.objective).parameters
-            return self.objective(scores, **{name: getattr(self, name) for name in names}).mean()
+            loss = self.objective(scores, **{name: getattr(self, name) for name in names}).mean()
+        # A short batch weighs less in the mean over processes that follows; the value stays that of its own rows.
+        weight = batch.weight
+        return loss if weight == 1 else loss.detach() + weight * (loss - loss.detach())
 
     def _remember(self, options: dict[str, Any]) -> None:
         """Make this a MoCo form, with a queue and a momentum encoder."""
@@ -290,26 +301,6 @@ class LateInteractionLoss(nn.Module):
         if self.memory is not None:  # a copy hears of its own model's steps
             hear_of_steps(self)
 
-    def _check_processes(self) -> None:
-        if world_size() == 1:
-            return
-        if self.gather_across_devices:
-            raise ValueError(
-                f"{self._name}: got gather_across_devices=True with {world_size()} processes, which this version "
-                "cannot do yet, expected False. Negatives then come from each process's own batch."
-            )
-        self._notices.info("local", f"negatives stay local: each of {world_size()} processes uses its own batch.")
-
     @property
     def _name(self) -> str:
         return type(self).__name__
-
-
-def _columns(tokens: list[Tokens], keys: list[Tensor | None], labels: Tensor | None) -> list[Column]:
-    rows = torch.arange(len(tokens[0]), device=tokens[0].vectors.device)
-    labels = labels if labels is None else labels.to(rows.device)
-    columns = []
-    for column, column_keys in zip(tokens, keys, strict=True):
-        own = rows.repeat_interleave(len(column) // len(rows))
-        columns.append(Column(column, own, labels if labels is None else labels[own], column_keys))
-    return columns

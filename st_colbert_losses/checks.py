@@ -46,6 +46,28 @@ def check_rows(owner: str, rows: Sequence[int]) -> None:
         raise ValueError(f"{owner}: got {found} rows in column {i} for {b} queries, expected {expected}. {remedy}.")
 
 
+def check_processes(owner: str, rows: Sequence[Sequence[int]]) -> list[int]:
+    """Refuse processes whose batches have other columns; all of them do, so that none waits for the others.
+
+    Args:
+        owner: The name of the loss.
+        rows: The rows of each column, of each process.
+
+    Returns:
+        The queries of each process.
+
+    Raises:
+        ValueError: Saying who, got, expected and the remedy.
+    """
+    per_row = [tuple(n // b for n in documents) for b, *documents in rows]
+    if len(set(per_row)) > 1:
+        raise ValueError(
+            f"{owner}: got processes with {per_row} documents per row and column, expected the same for all. Give "
+            "every process the same dataset, or set gather_across_devices=False."
+        )
+    return [b for b, *_ in rows]
+
+
 def check_labels(owner: str, labels: Tensor | None, rows: int) -> None:
     """Refuse labels that are not one integer per row.
 

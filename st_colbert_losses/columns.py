@@ -1,13 +1,18 @@
-"""The columns of a batch, and which of their documents are negatives of which query."""
+"""A batch in columns, and which of their documents are negatives of which query."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from st_colbert_losses.maxsim import PackedTokens
 from st_colbert_losses.tokens import Tokens
+
+# Stands for "no label" and "content unknown" where others have them; equal to nothing that an input has.
+NONE = -(1 << 63)
 
 
 @dataclass(frozen=True, eq=False)
@@ -16,20 +21,65 @@ class Column:
 
     Args:
         tokens: Their token embeddings.
-        rows: (N,) the row of the batch that each belongs to; a row holds a query and its documents.
+        rows: (N,) the row of the batch, counted over all processes, that each belongs to; a row holds a query, a
+            positive and any negatives.
         labels: (N,) the label of that row, or ``None`` where the batch has no labels.
         keys: (N,) their content (see :mod:`st_colbert_losses.content`), or ``None`` where it is unknown.
+        query_keys: (N,) the content of that row's query, or ``None``.
     """
 
     tokens: Tokens
     rows: Tensor
     labels: Tensor | None = None
     keys: Tensor | None = None
+    query_keys: Tensor | None = None
 
     @property
     def present(self) -> Tensor:
         """(N,) bool: which have a scored token."""
         return self.tokens.mask.any(1)
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """The columns of a process's batch.
+
+    Args:
+        queries: Its queries.
+        documents: Its document columns, the positives first.
+        sizes: The rows of the batch of each process, where processes share documents; else ``None``.
+    """
+
+    queries: Column
+    documents: list[Column]
+    sizes: Sequence[int] | None
+
+    @classmethod
+    def of(
+        cls,
+        tokens: Sequence[Tokens],
+        keys: Sequence[Tensor | None],
+        labels: Tensor | None,
+        sizes: Sequence[int] | None,
+        rank: int,
+    ) -> Batch:
+        """Number the rows of a batch and mark its documents with what is known of their rows."""
+        b, device = len(tokens[0]), tokens[0].vectors.device
+        first = 0 if sizes is None else sum(sizes[:rank])
+        columns = []
+        for column, column_keys in zip(tokens, keys, strict=True):
+            row = torch.arange(b, device=device).repeat_interleave(len(column) // b)
+            its_labels = None if labels is None else labels.to(device)[row]
+            query_keys = None if keys[0] is None else keys[0][row]
+            columns.append(Column(column, first + row, its_labels, column_keys, query_keys))
+        return cls(columns[0], columns[1:], sizes)
+
+    @property
+    def weight(self) -> float:
+        """What the mean over this batch's rows counts for in a mean over processes that is one over all rows."""
+        if self.sizes is None:
+            return 1.0
+        return len(self.queries.rows) * len(self.sizes) / sum(self.sizes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +105,7 @@ def negatives(queries: Column, positives: Column, candidates: Column | Queued) -
 
     Args:
         queries: B queries.
-        positives: The positives of the batch, in the order of the queries.
+        positives: The positives of all rows, in the order of the rows.
         candidates: C documents, the positives themselves, others of the batch, or those of the queue.
 
     Returns:
@@ -68,25 +118,27 @@ def negatives(queries: Column, positives: Column, candidates: Column | Queued) -
     if queries.labels is not None and candidates.labels is not None:
         allowed = allowed & ~(other_row & (queries.labels[:, None] == candidates.labels))
     if positives.keys is not None and candidates.keys is not None:
-        copies = positives.keys[:, None] == candidates.keys
-        if queries.keys is not None:  # copies of any positive of the same query
-            same_query = queries.keys[:, None] == queries.keys
-            copies = (same_query.float() @ copies.float()) > 0
-        allowed = allowed & ~copies
+        copies = (positives.keys[:, None] == candidates.keys) & (positives.keys[:, None] != NONE)
+        same_query = queries.rows[:, None] == positives.rows
+        if queries.keys is not None and positives.query_keys is not None:
+            same_query = same_query | (queries.keys[:, None] == positives.query_keys)
+        allowed = allowed & ((same_query.float() @ copies.float()) == 0)
     return allowed
 
 
-def own_negatives(positives: Column, candidates: Column) -> Tensor:
+def own_negatives(queries: Column, positives: Column, candidates: Column) -> Tensor:
     """Tell which of a row's own documents are negatives of it: neither empty nor a copy of its positive.
 
     Args:
-        positives: B positives.
+        queries: B queries.
+        positives: The positives of all rows, in the order of the rows.
         candidates: B * N documents, row by row.
 
     Returns:
         (B, N) bool.
     """
-    allowed = candidates.present.view(len(positives.rows), -1)
+    allowed = candidates.present.view(len(queries.rows), -1)
     if positives.keys is not None and candidates.keys is not None:
-        allowed &= positives.keys[:, None] != candidates.keys.view_as(allowed)
+        copies = positives.keys[queries.rows, None] == candidates.keys.view_as(allowed)
+        allowed = allowed & ~(copies & (candidates.keys.view_as(allowed) != NONE))
     return allowed

@@ -11,15 +11,12 @@ import torch
 from torch import Tensor
 
 from st_colbert_losses.checks import check_labels
-from st_colbert_losses.columns import Column, Queued
+from st_colbert_losses.columns import NONE, Column, Queued
 from st_colbert_losses.content import content_keys
 from st_colbert_losses.maxsim import PackedTokens
 from st_colbert_losses.tokens import Tokens
 
 logger = logging.getLogger("st_colbert_losses")
-
-# Stands for "no label" and "content unknown" beside documents that have them; equal to nothing that a batch holds.
-_NONE = -(1 << 63)
 
 
 class DocumentQueue:
@@ -95,7 +92,7 @@ class DocumentQueue:
                 f"DocumentQueue: got embeddings of {vectors.shape[-1]} dimensions, expected {self._store.shape[-1]}. "
                 "Clear it before it holds documents of another model."
             )
-        unknown = torch.full((len(mask),), _NONE, device=mask.device)
+        unknown = torch.full((len(mask),), NONE, device=mask.device)
         labels = unknown if documents.labels is None else documents.labels.to(unknown)
         keys = unknown if documents.keys is None else documents.keys.to(unknown)
         block = _Block(vectors[mask].to(self.dtype or vectors.dtype), mask.sum(1).cpu(), keys, labels)
@@ -205,7 +202,7 @@ class DocumentQueue:
         self._writes += 1
         if "epoch" in self._told or (self._keys.device.type != "cpu" and self._writes % 64):  # a look waits for a GPU
             return
-        known = block.keys[block.keys != _NONE]
+        known = block.keys[block.keys != NONE]
         if len(known) and torch.isin(known, self._keys.to(known.device)).double().mean() > 0.5:
             self._told.add("epoch")
             logger.warning(

@@ -63,22 +63,19 @@ def _attach(trainer: Any, checkpoint: str | None, loss: nn.Module, memory: Memor
 
 
 def _find_trainer() -> tuple[Any, str | None]:
-    """The innermost Trainer on the call stack, and the checkpoint that it resumed from."""
+    """The innermost Trainer on the call stack, and the checkpoint that it resumed from.
+
+    Only the locals of ``Trainer.train`` are read: reading a frame's locals keeps them alive as long as the frame.
+    """
     transformers = sys.modules.get("transformers")
-    if transformers is None:
-        return None, None
-    trainer, checkpoint = None, None
-    frame = inspect.currentframe()
+    frame = None if transformers is None else inspect.currentframe()
     while frame is not None:
-        candidate = frame.f_locals.get("self")
-        if trainer is None and isinstance(candidate, transformers.Trainer):
-            trainer = candidate
-        if trainer is not None and candidate is trainer:
-            resumed = frame.f_locals.get("resume_from_checkpoint")
-            if isinstance(resumed, (str, Path)):
-                checkpoint = str(resumed)
+        if frame.f_code.co_name == "train" and "resume_from_checkpoint" in frame.f_code.co_varnames:
+            found, resumed = frame.f_locals.get("self"), frame.f_locals.get("resume_from_checkpoint")
+            if transformers is not None and isinstance(found, transformers.Trainer):
+                return found, str(resumed) if isinstance(resumed, (str, Path)) else None
         frame = frame.f_back
-    return trainer, checkpoint
+    return None, None
 
 
 def _add_callback(trainer: Any, memory: Memory, file: str) -> None:

@@ -39,8 +39,8 @@ def score(
     """Score queries against the pool and against their own explicit negatives.
 
     Args:
-        queries: B queries.
-        pool: Columns of candidates; the first holds the positives.
+        queries: B queries, of this process.
+        pool: Columns of candidates, of all rows; the first holds the positives, in the order of the rows.
         hard: Columns of explicit negatives, (B * n documents, row by row).
         queued: The queue's documents, where there is one and it holds any.
         tau: Width of the smooth maximum, ``None`` for the maximum.
@@ -49,18 +49,19 @@ def score(
     Returns:
         Scores with the pool query-major: candidate ``j * N + n`` is the n-th document of row j; the queue's follow.
     """
-    b, positives = len(queries.tokens), pool[0]
+    positives = pool[0]
+    b, rows = len(queries.tokens), len(positives.tokens)
     length = queries.tokens.mask.sum(1, keepdim=True).clamp(min=1) if normalize else 1
     pool_scores, hard_scores = [], []
     for column in pool:
         scores = maxsim(queries.tokens, column.tokens, tau=tau) / length
         if column is positives:
-            positive = scores.diagonal()
+            positive = scores.gather(1, queries.rows[:, None]).squeeze(1)
         scores = scores.masked_fill(~negatives(queries, positives, column), -torch.inf)
-        pool_scores.append(scores.view(b, b, -1))
+        pool_scores.append(scores.view(b, rows, -1))
     for column in hard:
         scores = maxsim_own(queries.tokens, column.tokens, tau=tau) / length
-        hard_scores.append(scores.masked_fill(~own_negatives(positives, column), -torch.inf))
+        hard_scores.append(scores.masked_fill(~own_negatives(queries, positives, column), -torch.inf))
     candidates = torch.cat(pool_scores, 2).flatten(1)
     if queued is not None:
         scores = maxsim(queries.tokens, queued.tokens, tau=tau) / length
