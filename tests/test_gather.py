@@ -1,0 +1,135 @@
+"""Two and three processes that share their documents have, on average, the gradients of one with the whole batch."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import st_colbert_losses
+from tests.encoder import Encoder
+
+NAMES = [
+    "ColbertLoss",
+    "ColbertNegativeCELoss",
+    "ColbertPairwiseCELoss",
+    "ColbertPairwiseNegativeCELoss",
+    "ColbertSigmoidLoss",
+]
+SHAPES = {2: [(4, 4), (5, 3)], 3: [(3, 3, 3), (1, 4, 2)]}
+OPTIONS = [
+    {},
+    {"pos_aware_negative_filtering": True, "filter_threshold": 0.5},
+    {"normalize_scores": False, "temperature": 5.0},
+    {"use_smooth_max": True},
+    {"mask_duplicate_documents": False},
+]
+
+
+def whole_batch(rows: int, columns: int, step: int) -> list[dict]:
+    """Equal queries, copies of positives and labels that lie on different ranks; rows of other lengths."""
+    generator = torch.Generator().manual_seed(100 * rows + step)
+    features = []
+    for _ in range(columns):
+        lengths = torch.randint(1, 6, (rows,), generator=generator)
+        ids = torch.randint(0, 50, (rows, 6), generator=generator)
+        features.append({"input_ids": ids, "attention_mask": (torch.arange(6) < lengths[:, None]).long()})
+    copied = [(0, 0, rows - 1), (1, 1, rows - 2)]  # (column, from, to): one query twice, one positive twice
+    for column, source, target in copied:
+        for value in features[column].values():
+            value[target] = value[source]
+    return features
+
+
+def of_rank(features: list[dict], sizes: tuple[int, ...], rank: int) -> list[dict]:
+    """The rank's rows, cut to its own longest."""
+    begin = sum(sizes[:rank])
+    part = [{key: value[begin : begin + sizes[rank]] for key, value in column.items()} for column in features]
+    widths = [int(column["attention_mask"].sum(1).max()) for column in part]
+    return [
+        {key: value[:, :width] for key, value in column.items()} for column, width in zip(part, widths, strict=True)
+    ]
+
+
+def check_rank(rank: int, world: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    for sizes in SHAPES[world]:
+        for name in NAMES:
+            for form in ("", "Cached", "MoCo"):
+                for options in OPTIONS if form == "" else OPTIONS[:1]:
+                    check(rank, sizes, form, name, options)
+    refuse_other_columns(rank)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def check(rank: int, sizes: tuple[int, ...], form: str, name: str, options: dict) -> None:
+    options = {"temperature": 0.3, **options}
+    rows = sum(sizes)
+    torch.manual_seed(7)
+    encoder = Encoder().double()
+    alone = copy.deepcopy(encoder)
+    ddp = nn.parallel.DistributedDataParallel(encoder, broadcast_buffers=False)
+    extra = {"": {}, "Cached": {"mini_batch_size": 2}, "MoCo": {"queue_size": 10, "momentum": 0.8}}[form]
+    cls = getattr(st_colbert_losses, form + name)
+    together = cls(ddp, gather_across_devices=True, **options, **extra)
+    single = cls(alone, **options, **extra)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (encoder, alone)]
+    for step in range(3 if form == "MoCo" else 1):
+        features, labels = whole_batch(rows, 3, step), torch.arange(rows) % (rows - 1) + 10 * step
+        begin = sum(sizes[:rank])
+        value = together(of_rank(features, sizes, rank), labels[begin : begin + sizes[rank]])
+        expected = one_process(single, features, labels)
+        weighted = value.detach() * sizes[rank] / rows
+        torch.distributed.all_reduce(weighted)
+        torch.testing.assert_close(weighted, expected.detach(), rtol=1e-10, atol=1e-12)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        value.backward()
+        expected.backward()
+        largest = max(float(p.grad.abs().max()) for p in alone.parameters())
+        assert largest > 1e-3
+        for mine, theirs in zip(encoder.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=0, atol=1e-10 * largest)
+        for optimizer in optimizers:
+            optimizer.step()
+        if form == "MoCo":
+            same_queues(together, single)
+
+
+def one_process(loss: nn.Module, features: list[dict], labels: torch.Tensor) -> torch.Tensor:
+    """A process group is there, so say that this loss is to take no notice of it."""
+    loss.gather_across_devices = False
+    return loss(features, labels)
+
+
+def same_queues(together: nn.Module, single: nn.Module) -> None:
+    """Documents and their order: on every rank those of one process."""
+    mine, theirs = together.queue.state(), single.queue.state()
+    torch.testing.assert_close(mine["vectors"], theirs["vectors"], rtol=1e-9, atol=1e-12)
+    for what in ("lengths", "keys", "labels"):
+        assert torch.equal(mine[what], theirs[what])
+
+
+def refuse_other_columns(rank: int) -> None:
+    loss = st_colbert_losses.ColbertLoss(Encoder(), gather_across_devices=True)
+    with pytest.raises(ValueError, match="ColbertLoss: got processes with"):
+        loss(whole_batch(3, 2 + rank, 0))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_gradients_are_those_of_one_process(world, tmp_path):
+    """Equal and unequal rows, other widths, queries, copies and labels across ranks, every objective and form."""
+    torch.multiprocessing.spawn(check_rank, (world, str(tmp_path)), nprocs=world)
+
+
+def test_without_other_processes_it_changes_nothing():
+    encoder, features = Encoder(), whole_batch(5, 3, 0)
+    for name in NAMES:
+        loss = getattr(st_colbert_losses, name)(encoder)
+        value = loss(features)
+        loss.gather_across_devices = True
+        assert loss(features) == value
