@@ -10,7 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from st_colbert_losses.checks import check_columns, check_labels, check_processes, check_replay, check_rows
+from st_colbert_losses.checks import (
+    check_columns,
+    check_labels,
+    check_model,
+    check_processes,
+    check_replay,
+    check_rows,
+)
 from st_colbert_losses.columns import Batch, Queued
 from st_colbert_losses.content import content_keys
 from st_colbert_losses.distributed import gather_columns, gather_sizes, rank, world_size
@@ -166,6 +173,7 @@ class LateInteractionLoss(nn.Module):
         Returns:
             A scalar.
         """
+        check_model(self._name, self.model)
         features = [dict(column) for column in sentence_features]
         check_columns(self._name, len(features), self.explicit_negatives)
         if not self._notices.looks and is_document_column(self.model, features[0]):

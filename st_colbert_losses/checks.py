@@ -10,6 +10,20 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 
+def check_model(owner: str, model: nn.Module) -> None:
+    """Refuse wrappers that split a batch behind the loss's back.
+
+    Raises:
+        ValueError: Saying who, got, expected and the remedy.
+    """
+    if any(isinstance(wrapper, nn.DataParallel) for wrapper in _wrappers(model)):
+        raise ValueError(
+            f"{owner}: got a model in DataParallel, expected DistributedDataParallel or none: one process with several "
+            "GPUs. Start one process per GPU with 'accelerate launch' or 'torchrun', or show it one GPU with "
+            "CUDA_VISIBLE_DEVICES=0."
+        )
+
+
 def check_columns(owner: str, columns: int, explicit_negatives: bool) -> None:
     """Refuse a batch without positives, or without the explicit negatives that the loss is about.
 

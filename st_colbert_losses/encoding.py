@@ -92,7 +92,7 @@ def unwrap(model: nn.Module) -> Any:
     """The model inside DistributedDataParallel and torch.compile wrappers, in any nesting; read attributes there."""
     bare: Any = model
     while True:
-        if isinstance(bare, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        if isinstance(bare, nn.parallel.DistributedDataParallel):
             bare = bare.module
         elif hasattr(bare, "_orig_mod"):
             bare = bare._orig_mod

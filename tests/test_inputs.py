@@ -242,3 +242,9 @@ def test_import_needs_neither_world():
     )
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(output.stdout) == len(st_colbert_losses.__all__)
+
+
+def test_data_parallel_is_refused():
+    loss = ColbertLoss(torch.nn.DataParallel(Passthrough()))
+    with pytest.raises(ValueError, match=r"ColbertLoss: got a model in DataParallel, .*accelerate launch"):
+        loss(make_batch([2, 2], documents(2, 1)).features)
