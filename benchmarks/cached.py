@@ -3,7 +3,7 @@
     make bench-cached
 
 Times are CPU time of a forward and backward, all methods in turn within each round, so that a machine whose speed
-drifts is the same for all: ratios are formed within a round, and their medians and spreads over rounds are printed. Peak
+drifts is the same for all: ratios are formed within a round, and their medians and spreads are printed. Peak
 memory is that of a fresh process each, less what it held before the step. Every method gets the same features, of the
 same model, padded to the batch's longest row.
 

@@ -18,7 +18,7 @@ def check_model(owner: str, model: nn.Module) -> None:
     """
     if any(isinstance(wrapper, nn.DataParallel) for wrapper in _wrappers(model)):
         raise ValueError(
-            f"{owner}: got a model in DataParallel, expected DistributedDataParallel or none: one process with several "
+            f"{owner}: got a model in DataParallel, expected DistributedDataParallel or none: one process with many "
             "GPUs. Start one process per GPU with 'accelerate launch' or 'torchrun', or show it one GPU with "
             "CUDA_VISIBLE_DEVICES=0."
         )
