@@ -225,8 +225,11 @@ def main() -> None:
 def versions() -> dict[str, str]:
     from importlib.metadata import version
 
-    names = ["torch", "transformers", "sentence-transformers", "pylate", "st-colbert-losses"]
-    return {"python": platform.python_version(), **{name: version(name) for name in names}}
+    import st_colbert_losses
+
+    names = ["torch", "transformers", "sentence-transformers", "pylate"]
+    found = {"python": platform.python_version(), **{name: version(name) for name in names}}
+    return {**found, "st-colbert-losses": st_colbert_losses.__version__}
 
 
 def save(results: dict[str, object], path: Path) -> None:
