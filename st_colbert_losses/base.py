@@ -29,6 +29,7 @@ from st_colbert_losses.momentum import hear_of_steps
 from st_colbert_losses.notices import Notices
 from st_colbert_losses.options import Options, check_option
 from st_colbert_losses.queue import DocumentQueue
+from st_colbert_losses.resume import attach
 from st_colbert_losses.scores import lower_likely_positives, score
 from st_colbert_losses.tokens import Tokens
 
@@ -187,6 +188,8 @@ class LateInteractionLoss(nn.Module):
         if memory is None:
             tokens = self.embed(self.model, features)
         else:
+            if not memory.attached:
+                attach(self, memory)
             tokens, fresh = memory.embed(self, features)
         batch = self._batch(tokens, self._keys(features, tokens), labels)
         if memory is None:

@@ -68,11 +68,6 @@ class Memory(nn.Module):
             The columns as they are scored; and the first document columns as they go into the queue, none if none do.
         """
         check_memory(type(loss).__name__, loss.model)
-        if not self.attached:
-            # Here, as it looks for the Trainer that is calling, which needs transformers.
-            from st_colbert_losses.resume import attach
-
-            attach(loss, self)
         queued = 0 if not loss.enqueue_batches else len(features) - 1 if loss.enqueue_negatives else 1
         tokens = loss.embed(loss.model, features if loss.live_documents else features[:1])
         twin = self.momentum_model
