@@ -124,6 +124,11 @@ _RULES: dict[str, _Rule] = {
         "a whole number from 1",
         "1024 documents are the default; a queue may be larger than the batch and should be smaller than an epoch.",
     ),
+    "queue_dtype": (
+        lambda value: value is None or (isinstance(value, torch.dtype) and value.is_floating_point),
+        "a floating point torch.dtype, or None",
+        "torch.bfloat16 halves the memory of float32.",
+    ),
     "warmup_steps": (
         lambda value: _is_count(value) and value >= 0,
         "a whole number from 0",

@@ -357,6 +357,8 @@ def test_models_that_cannot_be_copied():
     [
         *(("queue_size", value) for value in (0, 1.5, True)),
         *(("momentum", value) for value in (1.0, -0.1, float("nan"))),
+        ("queue_dtype", "bfloat16"),
+        ("queue_dtype", torch.int8),
         ("warmup_steps", -1),
         ("mini_batch_size", 0),
         ("live_documents", 1),
