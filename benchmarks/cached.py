@@ -232,8 +232,8 @@ def report(results: dict[str, Any]) -> str:
         HEADING,
         "",
         "A random 6-layer, 384-wide BERT, mini-batch 16, queries of 32 tokens; forward and backward. `ratio` is our",
-        "cached form's CPU time over the method's, the median and range over rounds; `MiB` the peak of a step in a fresh",
-        f"process beyond what it held before. On {results['date']}, {results['machine']}, "
+        "cached form's CPU time over the method's, the median and range over rounds; `MiB` the peak of a step in a",
+        f"fresh process beyond what it held before. On {results['date']}, {results['machine']}, "
         + ", ".join(f"{name} {number}" for name, number in results["versions"].items())
         + f"; `{results['command']}`.",
         "",
