@@ -193,6 +193,21 @@ def test_the_usage_that_is_printed_runs(tiny_bert: str, tmp_path: Path, capsys: 
     assert capsys.readouterr().out.strip()
 
 
+def test_evaluates_as_often_as_asked(tiny_bert: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    drawn = []
+    monkeypatch.setattr(train, "draw_curve", lambda history, *_: drawn.extend(history))
+    train.main(["--model", tiny_bert, "--output_dir", str(tmp_path), *SHORT, "--max_steps", "3"])
+    assert [entry["step"] for entry in drawn if any(key.endswith("ndcg@10") for key in entry)] == [0, 3]
+
+
+def test_trains_on_from_a_model_that_it_made(tiny_bert: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    train.main(["--model", tiny_bert, "--output_dir", first, "--query_expansion", "true", *SHORT])
+    capsys.readouterr()
+    train.main(["--model", first, "--output_dir", second, *SHORT])
+    assert "dense start" not in capsys.readouterr().out  # a ColBERT is no dense encoder
+
+
 def test_runs_from_the_command_line(tiny_bert: str, tmp_path: Path):
     command = [sys.executable, "-m", "training_recipes.train", "--model", tiny_bert, "--output_dir", str(tmp_path)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

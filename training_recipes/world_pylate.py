@@ -27,9 +27,11 @@ print(rank.rerank(
 ))"""
 
 
-def load_model(name: str, query_length: int | None, document_length: int | None) -> ColBERT:
+def load_model(name: str, query_length: int, document_length: int, query_expansion: bool | None) -> ColBERT:
     """Load a ColBERT model, or make one from an encoder by adding a random projection to 128 dimensions."""
-    return ColBERT(name, query_length=query_length, document_length=document_length)
+    return ColBERT(
+        name, query_length=query_length, document_length=document_length, do_query_expansion=query_expansion
+    )
 
 
 def make_trainer(model: ColBERT, args: TrainingArguments, train: Dataset, loss: nn.Module, **options):

@@ -22,14 +22,16 @@ documents = model.encode_document(["Return the current working directory.", "Rem
 print(model.similarity(queries, documents))"""
 
 
-def load_model(name: str, query_length: int | None, document_length: int | None) -> MultiVectorEncoder:
+def load_model(name: str, query_length: int, document_length: int, query_expansion: bool | None) -> MultiVectorEncoder:
     """Load a multi-vector model, or make one from an encoder by adding a random projection to 128 dimensions."""
     model = MultiVectorEncoder(name)
     transformer = model[0]
-    if query_length is not None and transformer.query_expansion is None:  # an expansion has a length of its own
+    transformer.document_length = document_length
+    if query_expansion is not None:
+        fixed = {"strategy": "fixed", "attend": False, "length": query_length}
+        transformer.query_expansion = fixed if query_expansion else None
+    if transformer.query_expansion is None:  # an expansion has a length of its own
         transformer.query_length = query_length
-    if document_length is not None:
-        transformer.document_length = document_length
     return model
 
 
