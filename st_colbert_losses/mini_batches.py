@@ -3,7 +3,8 @@
 Each mini-batch is one ``torch.utils.checkpoint`` around the encoder. The first pass stores inputs, embeddings and the
 state of the random generators; backward runs the mini-batch again, under the same random state and autocast, and goes
 through it. What results is one ordinary graph with one ordinary backward, so that loss scaling, accumulation, several
-forwards before a backward and wrappers need no code here.
+forwards before a backward and wrappers need no code here. The last mini-batch keeps its activations, as its turn in
+backward comes first: those of one mini-batch are in memory at a time all the same.
 
 References:
     Gao et al. (2021), Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup,
@@ -63,9 +64,9 @@ def embed_in_mini_batches(
         plan = _plan(lengths, mini_batch_size, mini_batch_num_tokens)
         bounds = row_bounds(features, rows) if len(plan) > 1 else {}
         plans.append((plan, bounds, lengths))
-    replay = Replay(model)
+    replay = Replay(model, mini_batches=sum(len(plan) for plan, *_ in plans))
     tokens = []
-    with tqdm(total=sum(len(plan) for plan, *_ in plans), leave=False, disable=not show_progress_bar) as bar:
+    with tqdm(total=replay.left, leave=False, disable=not show_progress_bar) as bar:
         for i, (features, (plan, bounds, lengths)) in enumerate(zip(columns, plans, strict=True), start=first):
             parts = []
             for chosen in plan:
@@ -88,14 +89,14 @@ def _lengths(needed: Tensor | None, features: Mapping[str, Any], rows: int) -> l
 
 
 def _plan(lengths: Sequence[int], size: int | None, num_tokens: int | None) -> list[list[int]]:
-    """The rows of each mini-batch, longest first."""
+    """The rows of each mini-batch, the longest last: that one is kept and not replayed."""
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     plan: list[list[int]] = []
     while order:
         n = max(1, num_tokens // lengths[order[0]]) if num_tokens is not None else size or len(order)
         plan.append(order[:n])
         order = order[n:]
-    return plan
+    return plan[::-1]
 
 
 def _select(
@@ -121,20 +122,30 @@ def _select(
 class Replay:
     """Embeds the mini-batches of one step, keeping nothing but the results, and again in backward.
 
-    Under DistributedDataParallel the gradients are to be reduced once, when all mini-batches have been replayed. So
-    the first mini-batch is replayed last, as the others hang on it in the graph, and it alone synchronises.
+    Under DistributedDataParallel the gradients are to be reduced once, when all mini-batches have been through
+    backward. So the first mini-batch is replayed last, as the others hang on it in the graph, and it alone
+    synchronises. (The last, which is not replayed, comes before: autograd takes what was made last first.)
+
+    Args:
+        model: The model.
+        mini_batches: How many there are.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, mini_batches: int) -> None:
         self.model = model
+        self.left = mini_batches
         self.ddp = _find_ddp(model)
         self.synchronises = self.ddp is not None and self.ddp.require_backward_grad_sync
         self.first: Tensor | None = None
 
     def embed(self, features: Mapping[str, Any], is_query: bool) -> Tokens:
-        """Embed one mini-batch; without gradients there is nothing to replay."""
+        """Embed the next mini-batch; without gradients there is nothing to replay."""
+        self.left -= 1
         if not torch.is_grad_enabled():
             return embed(self.model, features, is_query)
+        if not self.left:
+            with nullcontext() if self.ddp is None or self.first is None else self.ddp.no_sync():
+                return embed(self.model, features, is_query)
         names = [key for key, value in features.items() if isinstance(value, Tensor)]
         synchronises = self.synchronises and self.first is None
 

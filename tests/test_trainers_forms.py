@@ -46,7 +46,7 @@ def test_cached_in_bfloat16(checkpointing: bool, tmp_path: Path) -> None:
     direct = updates(form("", "ColbertLoss"), tmp_path, DATA, **options)
     cached = updates(watched, tmp_path, DATA, **options)
     assert set(dtypes) == {torch.bfloat16}
-    assert len(dtypes) >= 2 * 3 * 3  # three columns of three mini-batches, twice
+    assert len(dtypes) >= 9 + 8  # three columns of three mini-batches, all but the last of them twice
     # Weights move by sums of bfloat16 products over other groups of rows: its rounding is 2^-8.
     assert_same_gradients(cached, direct, 3e-2)
 
