@@ -241,7 +241,16 @@ def test_unknown_world():
     assert "pylate or st" in refusal("--world", "jax")
 
 
-@pytest.mark.parametrize(("flag", "value"), [("--batch_size", "0"), ("--epochs", "-1"), ("--evaluations", "1")])
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--batch_size", "0"),
+        ("--epochs", "0"),
+        ("--evaluations", "1"),
+        ("--max_queries", "0"),
+        ("--learning_rate", "nan"),
+    ],
+)
 def test_impossible_numbers(flag: str, value: str):
     assert flag in refusal(flag, value)
 

@@ -62,7 +62,13 @@ RECIPE_ARGUMENTS: dict[str, dict[str, Any]] = {
 
 WORLDS = {"pylate": "PyLate (`pylate.models.ColBERT`)", "st": "sentence-transformers (`MultiVectorEncoder`)"}
 LOSSES = [name for name in st_colbert_losses.__all__ if name.endswith("Loss") and name != "LateInteractionLoss"]
-LEAST = {"learning_rate": 0, "epochs": 0, "batch_size": 1, "gradient_accumulation_steps": 1, "evaluations": 2}
+COUNTS = ("max_train_pairs", "max_queries", "max_documents", "batch_size", "gradient_accumulation_steps")
+LENGTHS = ("query_length", "document_length")  # two tokens frame a text, one marks its kind
+LEAST = {
+    **dict.fromkeys(COUNTS, 1),
+    **dict.fromkeys(LENGTHS, 4),
+    **{"learning_rate": 0, "warmup_share": 0, "epochs": 0.01, "evaluations": 2, "seed": 0},
+}
 CORPUS_CHUNK = 64  # documents scored at a time; bounds the queries x documents x tokens x tokens similarities
 LOGGED_LOSSES = 24  # points on the loss curve
 
@@ -120,8 +126,9 @@ def main(argv: list[str]) -> None:
     if recipe.loss not in LOSSES:
         fail(f"unknown --loss {recipe.loss!r}; choose one of {', '.join(LOSSES)}")
     for flag, least in LEAST.items():
-        if getattr(recipe, flag) < least:
-            fail(f"--{flag} is {getattr(recipe, flag)}; it must be at least {least}")
+        value = getattr(recipe, flag)
+        if value is not None and not value >= least:
+            fail(f"--{flag} is {value}; it must be at least {least}")
     try:
         world = importlib.import_module(f"training_recipes.world_{world_name}")
     except ImportError as error:
