@@ -13,6 +13,10 @@ ARGS ?=
 
 PIP_INSTALL = bin/python -m pip install --quiet --disable-pip-version-check
 
+ifeq ($(filter $(WORLD),pylate st),)
+$(error unknown WORLD '$(WORLD)'; choose pylate or st)
+endif
+
 .PHONY: train test lint bench-maxsim bench-cached clean
 
 train: .venvs/$(WORLD)/.train-ready

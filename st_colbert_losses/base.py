@@ -9,25 +9,29 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from st_colbert_losses.checks import (
     check_columns,
+    check_features,
     check_labels,
     check_model,
     check_processes,
     check_replay,
+    check_row_losses,
     check_rows,
+    check_tokens,
 )
 from st_colbert_losses.columns import Batch, Queued
 from st_colbert_losses.content import content_keys
 from st_colbert_losses.distributed import gather_columns, gather_sizes, rank, world_size
 from st_colbert_losses.encoding import embed, is_document_column, unwrap
 from st_colbert_losses.features import count_rows
-from st_colbert_losses.memory import MEMORY_ATTRIBUTES, MEMORY_DEFAULTS, Memory
+from st_colbert_losses.memory import MEMORY_ATTRIBUTES, Memory
 from st_colbert_losses.mini_batches import embed_in_mini_batches
 from st_colbert_losses.momentum import hear_of_steps
 from st_colbert_losses.notices import Notices
-from st_colbert_losses.options import Options, check_option
+from st_colbert_losses.options import MEMORY_DEFAULTS, Options, check_names, check_option, whole_signature
 from st_colbert_losses.queue import DocumentQueue
 from st_colbert_losses.resume import attach
 from st_colbert_losses.scores import lower_likely_positives, score
@@ -121,6 +125,11 @@ class LateInteractionLoss(nn.Module):
                 f"{self._name}: got a model of type {type(model).__name__}, expected a torch.nn.Module. Load it: "
                 "pylate.models.ColBERT(name) or sentence_transformers.MultiVectorEncoder(name)."
             )
+        if not callable(objective):
+            raise TypeError(
+                f"{self._name}: got an objective of type {type(objective).__name__}, expected a function of Scores "
+                "that returns one loss per query. See st_colbert_losses.objectives."
+            )
         self.model = model
         self.objective = objective
         self.explicit_negatives = explicit_negatives
@@ -141,6 +150,14 @@ class LateInteractionLoss(nn.Module):
         # Set by the forms that remember documents.
         self.memory: Memory | None = None
         self._notices = Notices(self._name)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.__signature__ = whole_signature(cls.__init__, LateInteractionLoss.__init__)  # type: ignore[attr-defined]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        check_names(cls.__name__, kwargs, inspect.signature(cls).parameters)
+        return super().__new__(cls)
 
     def __setattr__(self, name: str, value: Any) -> None:
         check_option(type(self).__name__, name, value)
@@ -175,7 +192,7 @@ class LateInteractionLoss(nn.Module):
             A scalar.
         """
         check_model(self._name, self.model)
-        features = [dict(column) for column in sentence_features]
+        features = check_features(self._name, sentence_features)
         check_columns(self._name, len(features), self.explicit_negatives)
         if not self._notices.looks and is_document_column(self.model, features[0]):
             self._notices.warn(
@@ -215,7 +232,7 @@ class LateInteractionLoss(nn.Module):
         Returns:
             A scalar. Embeddings do not tell which inputs are copies, so no candidate is left out for its content.
         """
-        tokens = [queries, *documents]
+        tokens = check_tokens(self._name, queries, documents)
         check_columns(self._name, len(tokens), self.explicit_negatives)
         return self._loss(self._batch(tokens, [None] * len(tokens), labels))
 
@@ -275,7 +292,8 @@ class LateInteractionLoss(nn.Module):
             if self.pos_aware_negative_filtering:
                 scores = lower_likely_positives(scores, self.filter_threshold, self.filter_factor)
             _, *names = inspect.signature(self.objective).parameters
-            loss = self.objective(scores, **{name: getattr(self, name) for name in names}).mean()
+            losses = self.objective(scores, **{name: getattr(self, name) for name in names})
+            loss = check_row_losses(self._name, losses, len(queries.tokens)).mean()
         # A short batch weighs less in the mean over processes that follows; the value stays that of its own rows.
         weight = batch.weight
         return loss if weight == 1 else loss.detach() + weight * (loss - loss.detach())
@@ -315,3 +333,8 @@ class LateInteractionLoss(nn.Module):
     @property
     def _name(self) -> str:
         return type(self).__name__
+
+
+LateInteractionLoss.__signature__ = whole_signature(  # type: ignore[attr-defined]
+    LateInteractionLoss.__init__, LateInteractionLoss.__init__
+)

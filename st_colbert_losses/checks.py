@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+
+from st_colbert_losses.tokens import Tokens
 
 
 def check_model(owner: str, model: nn.Module) -> None:
@@ -22,6 +24,62 @@ def check_model(owner: str, model: nn.Module) -> None:
             "GPUs. Start one process per GPU with 'accelerate launch' or 'torchrun', or show it one GPU with "
             "CUDA_VISIBLE_DEVICES=0."
         )
+
+
+def check_features(owner: str, sentence_features: object) -> list[dict[str, Any]]:
+    """Read the columns once, each into a dict of its own.
+
+    Raises:
+        ValueError: If they are no iterable of feature dicts.
+    """
+    got = type(sentence_features).__name__
+    if isinstance(sentence_features, Iterable) and not isinstance(sentence_features, (Mapping, Tensor, str)):
+        columns = list(sentence_features)
+        if all(isinstance(column, Mapping) for column in columns):
+            return [dict(column) for column in columns]
+        got += " of " + ", ".join(sorted({type(column).__name__ for column in columns}))
+    raise ValueError(
+        f"{owner}: got {got}, expected one feature dict per column, as a trainer's collator makes them: "
+        "[query, positive, ...]. Embeddings go into from_tokens."
+    )
+
+
+def check_tokens(owner: str, queries: object, documents: object) -> list[Tokens]:
+    """Refuse what are no token embeddings, or of other dimensions than each other.
+
+    Raises:
+        ValueError: Saying who, got, expected and the remedy.
+    """
+    listed = documents if isinstance(documents, (list, tuple)) else None
+    if listed is None or not all(isinstance(t, Tokens) for t in (queries, *listed)):
+        of = type(documents).__name__ if listed is None else [type(t).__name__ for t in listed]
+        raise ValueError(
+            f"{owner}: got queries of type {type(queries).__name__} and documents {of}, expected Tokens and a list of "
+            "Tokens, one per document column. Write from_tokens(Tokens(queries), [Tokens(positives)])."
+        )
+    tokens: list[Tokens] = [queries, *listed]  # type: ignore[list-item] # checked above
+    dimensions = [t.vectors.shape[-1] for t in tokens]
+    if len(set(dimensions)) > 1:
+        raise ValueError(
+            f"{owner}: got embeddings of {dimensions} dimensions, expected the same for queries and all documents. "
+            "Encode them with one model."
+        )
+    return tokens
+
+
+def check_row_losses(owner: str, losses: object, rows: int) -> Tensor:
+    """Refuse an objective's result that is not one loss per query.
+
+    Raises:
+        ValueError: Saying who, got, expected and the remedy.
+    """
+    if not isinstance(losses, Tensor) or losses.shape != (rows,):
+        got = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
+        raise ValueError(
+            f"{owner}: got {got} from the objective, expected a tensor of {rows} losses, one per query. Leave the "
+            "mean to the loss."
+        )
+    return losses
 
 
 def check_columns(owner: str, columns: int, explicit_negatives: bool) -> None:

@@ -10,22 +10,10 @@ from torch import nn
 from st_colbert_losses.checks import check_memory
 from st_colbert_losses.encoding import unwrap
 from st_colbert_losses.momentum import autocast_of, check_twin, copy_model, follow, settle
+from st_colbert_losses.options import MEMORY_DEFAULTS
 from st_colbert_losses.queue import DocumentQueue
 from st_colbert_losses.tokens import Tokens
 
-MEMORY_DEFAULTS: dict[str, Any] = {
-    "queue_size": 1024,
-    "momentum": 0.99,
-    "momentum_model": None,
-    "queue_dtype": None,
-    "enqueue_negatives": False,
-    "enqueue_batches": True,
-    "warmup_steps": 0,
-    "live_documents": True,
-    "mini_batch_size": None,
-    "mini_batch_num_tokens": None,
-    "show_progress_bar": False,
-}
 # Those that are attributes of the loss; momentum_model is the memory's.
 MEMORY_ATTRIBUTES = tuple(name for name in MEMORY_DEFAULTS if name != "momentum_model")
 

@@ -69,7 +69,14 @@ class Notices:
         if scores.positive.device.type != "cpu" and self.looks & (self.looks - 1):
             return
         pool = scores.pool.detach()
-        negatives = pool[pool > -torch.inf]
+        negatives = pool[pool != -torch.inf]
+        if bool(scores.positive.isnan().any()) or bool(negatives.isnan().any()):
+            self.warn(
+                "nan",
+                "scores are NaN, so token embeddings hold NaN or infinity. Look at the learning rate and at "
+                "max_grad_norm, or use bf16 in place of fp16.",
+            )
+            return
         if len(negatives) == 0:
             reason = "it has one row" if len(pool) == 1 else "its rows are copies, share a label, or are empty"
             self.warn(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from numbers import Real
 from typing import Any
 
@@ -56,6 +58,65 @@ class MoCoOptions(Options, total=False):
     mini_batch_size: int | None
     mini_batch_num_tokens: int | None
     show_progress_bar: bool
+
+
+MEMORY_DEFAULTS: dict[str, Any] = {
+    "queue_size": 1024,
+    "momentum": 0.99,
+    "momentum_model": None,
+    "queue_dtype": None,
+    "enqueue_negatives": False,
+    "enqueue_batches": True,
+    "warmup_steps": 0,
+    "live_documents": True,
+    "mini_batch_size": None,
+    "mini_batch_num_tokens": None,
+    "show_progress_bar": False,
+}
+
+
+def whole_signature(init: Callable[..., None], base: Callable[..., None]) -> inspect.Signature:
+    """The signature of a loss with the options that its ``**options`` stand for, as ``help`` is to show it.
+
+    Args:
+        init: The constructor of the loss.
+        base: The constructor that has the common options, with their defaults.
+    """
+    _, *parameters = inspect.signature(init).parameters.values()
+    common = inspect.signature(base).parameters
+    whole = [p for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    if len(whole) < len(parameters):
+        own = MEMORY_DEFAULTS if "MoCoOptions" in str(parameters[-1].annotation) else {}
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        whole += [inspect.Parameter(name, keyword, default=default) for name, default in own.items()]
+        named = {p.name for p in whole}
+        whole += [common[name] for name in Options.__annotations__ if name not in named]
+    return inspect.Signature(whole)
+
+
+_ELSEWHERE = {
+    "scale": "It is 1 / temperature over sums: scale=20 is temperature=0.05 with normalize_scores=False.",
+    "mini_batch_size": "Use the Cached form.",
+    "queue_size": "Use the MoCo form.",
+    "in_batch_term_weight": "Use ColbertNegativeCELoss or ColbertPairwiseNegativeCELoss.",
+    "bias": "Use ColbertSigmoidLoss.",
+}
+
+
+def check_names(owner: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Refuse keyword arguments that a loss does not have.
+
+    Raises:
+        TypeError: Saying who, got, expected and the nearest name, or where the argument belongs.
+    """
+    known = list(known)
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            remedy = _ELSEWHERE.get(name) or (f"Did you mean {near[0]}?" if near else "See help(...).")
+            raise TypeError(
+                f"{owner}: got an unknown argument {name!r}, expected some of {', '.join(known)}. {remedy}"
+            )
 
 
 def split_options(options: MoCoOptions) -> tuple[Options, dict[str, Any]]:

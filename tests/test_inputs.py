@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import logging
 import pickle
@@ -47,10 +48,62 @@ def test_invalid_hyperparameters(name, option, value):
 def test_arguments_are_keyword_only_and_known():
     with pytest.raises(TypeError):
         ColbertLoss(Passthrough(), 0.02)
-    with pytest.raises(TypeError, match="temprature"):
-        ColbertLoss(Passthrough(), temprature=0.02)
+    for options, remedy in (
+        ({"temprature": 0.02}, "Did you mean temperature"),
+        ({"mini_batch_size": 4}, "Use the Cached form"),
+        ({"scale": 20.0}, "1 / temperature"),
+        ({"xyz": 1}, "See help"),
+    ):
+        with pytest.raises(TypeError, match=rf"^ColbertLoss: got an unknown argument .*{remedy}"):
+            ColbertLoss(Passthrough(), **options)
     with pytest.raises(TypeError, match=r"ColbertLoss: got a model of type str, expected a torch\.nn\.Module"):
         ColbertLoss("bert-base-uncased")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("form", ["", "Cached", "MoCo"])
+def test_help_shows_every_option_with_its_default(name, form):
+    loss = getattr(st_colbert_losses, form + name)
+    parameters = inspect.signature(loss).parameters
+    assert not any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    made = loss(Passthrough())
+    config = made.get_config_dict()
+    assert set(config) <= set(parameters)
+    assert all(getattr(made, option) == parameters[option].default for option in config)
+
+
+@pytest.mark.parametrize("features", [None, {}, torch.rand(2, 3), "ab", [torch.rand(2, 3)] * 2])
+def test_what_are_no_feature_dicts(features):
+    with pytest.raises(ValueError, match=r"ColbertLoss: got .*, expected one feature dict per column"):
+        build("ColbertLoss")(features)
+
+
+def test_what_are_no_tokens():
+    tokens, loss = Tokens(torch.rand(2, 3, 4)), build("ColbertLoss")
+    for queries, positives in ((tokens.vectors, [tokens]), (tokens, tokens), (tokens, [tokens.vectors])):
+        with pytest.raises(
+            ValueError, match=r"ColbertLoss: got queries of type .*expected Tokens and a list of Tokens"
+        ):
+            loss.from_tokens(queries, positives)
+    with pytest.raises(ValueError, match=r"ColbertLoss: got embeddings of \[4, 5\] dimensions"):
+        loss.from_tokens(tokens, [Tokens(torch.rand(2, 3, 5))])
+
+
+def test_objectives_that_are_none():
+    tokens = Tokens(torch.rand(2, 3, 4))
+    with pytest.raises(TypeError, match="got an objective of type str"):
+        LateInteractionLoss(Passthrough(), "infonce")
+    for objective in (lambda scores: None, lambda scores: scores.positive.mean(), lambda scores: scores.pool):
+        loss = LateInteractionLoss(Passthrough(), objective)
+        with pytest.raises(ValueError, match="from the objective, expected a tensor of 2 losses, one per query"):
+            loss.from_tokens(tokens, [tokens])
+
+
+def test_nan_embeddings_are_named(caplog):
+    tokens = Tokens(torch.full((2, 2, 3), float("nan")), torch.ones(2, 2))
+    build("ColbertLoss").from_tokens(tokens, [tokens])
+    assert len(caplog.records) == 1
+    assert "scores are NaN" in caplog.text
 
 
 @pytest.mark.parametrize("name", NAMES)
