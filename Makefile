@@ -1,7 +1,7 @@
 # make train   train a retriever (LOSS=ColbertSigmoidLoss, WORLD=st, ARGS="--learning_rate 3e-5" to choose)
 # make test    run the whole suite in both worlds
 # make lint    style, formatting and types
-# make bench-maxsim, make bench-cached    speed and memory next to the peers (docs/benchmarks.md)
+# make bench-maxsim, bench-cached, bench-losses    speed and memory next to the peers (docs/benchmarks.md)
 #
 # Each world has an environment of its own, .venvs/pylate and .venvs/st: PyLate and sentence-transformers 6 cannot be
 # installed together. They are made where missing and brought up to date when pyproject.toml changes.
@@ -17,7 +17,7 @@ ifeq ($(filter $(WORLD),pylate st),)
 $(error unknown WORLD '$(WORLD)'; choose pylate or st)
 endif
 
-.PHONY: train test lint bench-maxsim bench-cached clean
+.PHONY: train test lint bench-maxsim bench-cached bench-losses clean
 
 train: .venvs/$(WORLD)/.train-ready
 	.venvs/$(WORLD)/bin/python -m training_recipes.train --world $(WORLD) --loss $(LOSS) $(ARGS)
@@ -33,7 +33,7 @@ lint: .venvs/st/.test-ready
 	.venvs/st/bin/ruff format --check .
 	.venvs/st/bin/mypy
 
-bench-maxsim bench-cached: bench-%: .venvs/bench/.ready
+bench-maxsim bench-cached bench-losses: bench-%: .venvs/bench/.ready
 	.venvs/bench/bin/python -m benchmarks.$* $(ARGS)
 
 .venvs/pylate/.train-ready: pyproject.toml | .venvs/pylate

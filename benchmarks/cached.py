@@ -224,7 +224,7 @@ def main() -> None:
             save(results, args.output)
     cells.append(large)
     save(results, args.output)
-    write_section(report(results))
+    write_section(HEADING, report(results))
 
 
 def report(results: dict[str, Any]) -> str:
@@ -258,11 +258,11 @@ def report(results: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write_section(section: str) -> None:
+def write_section(heading: str, section: str) -> None:
     """Put a section into docs/benchmarks.md in place of its last version."""
     text = PAGE.read_text(encoding="utf-8") if PAGE.exists() else "# Benchmarks\n\n"
-    before, heading, rest = text.partition(HEADING)
-    after = rest[rest.index("\n## ") + 1 :] if heading and "\n## " in rest else ""
+    before, found, rest = text.partition(heading + "\n")
+    after = rest[rest.index("\n## ") + 1 :] if found and "\n## " in rest else ""
     PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text(before.rstrip() + "\n\n" + section + ("\n" + after if after else ""), encoding="utf-8")
 

@@ -41,8 +41,8 @@ VARIED = ["16,32,20..180", "64,32,20..180", "128,32,20..180"]
 SECONDS = {1: 3.0, 2: 8.0}  # by threads, for the pairs of one peer at one shape
 CLOCKS = {
     1: "One thread, its CPU time: medians, in brackets the quartiles of the ratios.",
-    2: "Two threads, wall time: the quickest run of each, in brackets the median of the ratios. Other jobs ran on the "
-    "two cores; threads that wait for one that has been put aside take many times as long, which the medians show.",
+    2: "Two threads, wall time: the quickest run of each, in brackets the median of the ratios. On busy cores "
+    "threads wait for one that was put aside, and times are many times as long: run it on an idle machine.",
 }
 MARKS = ["<!-- maxsim: written by benchmarks/maxsim.py -->", "<!-- end of maxsim -->"]
 DOCS = Path(__file__).parents[1] / "docs"
