@@ -10,6 +10,7 @@ from torch import nn
 
 import st_colbert_losses
 from tests.encoder import Encoder
+from tests.ranks import run_ranks
 
 NAMES = [
     "ColbertLoss",
@@ -53,17 +54,13 @@ def of_rank(features: list[dict], sizes: tuple[int, ...], rank: int) -> list[dic
     ]
 
 
-def check_rank(rank: int, world: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+def check_rank(rank: int, world: int) -> None:
     for sizes in SHAPES[world]:
         for name in NAMES:
             for form in ("", "Cached", "MoCo"):
                 for options in OPTIONS if form == "" else OPTIONS[:1]:
                     check(rank, sizes, form, name, options)
     refuse_other_columns(rank)
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
 
 
 def check(rank: int, sizes: tuple[int, ...], form: str, name: str, options: dict) -> None:
@@ -123,7 +120,7 @@ def refuse_other_columns(rank: int) -> None:
 @pytest.mark.parametrize("world", [2, 3])
 def test_gradients_are_those_of_one_process(world, tmp_path):
     """Equal and unequal rows, other widths, queries, copies and labels across ranks, every objective and form."""
-    torch.multiprocessing.spawn(check_rank, (world, str(tmp_path)), nprocs=world)
+    run_ranks(check_rank, world, tmp_path, world)
 
 
 def test_without_other_processes_it_changes_nothing():

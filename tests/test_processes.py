@@ -10,6 +10,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from st_colbert_losses import CachedColbertLoss, ColbertLoss
 from tests.encoder import Encoder, batch
+from tests.ranks import run_ranks
 
 
 class TwoTowers(Encoder):
@@ -36,14 +37,10 @@ def rank_batch(rank: int) -> list[dict]:
     return features
 
 
-def check_rank(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+def check_rank(rank: int) -> None:
     for find_unused in (False, True):
         for accumulate in (False, True):
             check(rank, find_unused, accumulate)
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
 
 
 def check(rank: int, find_unused: bool, accumulate: bool) -> None:
@@ -81,4 +78,4 @@ def check(rank: int, find_unused: bool, accumulate: bool) -> None:
 
 def test_one_all_reduce_of_the_mean(tmp_path):
     """Ranks with 5 and 3 rows encode 9 and 6 mini-batches and reduce once; the gradient is the mean of the ranks'."""
-    torch.multiprocessing.spawn(check_rank, (str(tmp_path),), nprocs=2)
+    run_ranks(check_rank, 2, tmp_path)
