@@ -54,9 +54,9 @@ def load_task(
     """Load the embedded task, or any dataset of pairs or triplets.
 
     Args:
-        name: None for the embedded task; else a Hub id (`user/name` or `user/name:config`), a folder, or a csv, json,
-            jsonl or parquet file. Rows need a column named query, anchor or question and one named positive, document
-            or answer; columns whose names start with negative are kept.
+        name: `stdlib` or None for the embedded task; else a Hub id (`user/name` or `user/name:config`), a folder, or a
+            csv, json, jsonl or parquet file. Rows need a column named query, anchor or question and one named
+            positive, document or answer; columns whose names start with negative are kept.
         seed: Decides which rows are held out where the dataset has no test or dev split.
         max_train_pairs: Train on the first so many rows.
         max_queries: Evaluate the first so many queries of each held-out split.
@@ -65,10 +65,11 @@ def load_task(
     Raises:
         ValueError: A column is missing, or a split is empty.
     """
-    splits = embedded_splits() if name is None else named_splits(name, seed)
+    name = name or "stdlib"
+    splits = embedded_splits() if name == "stdlib" else named_splits(name, seed)
     for part, rows in splits.items():
         if not len(rows):
-            raise ValueError(f"the {part} split of {name or EMBEDDED!r} is empty; every split needs rows")
+            raise ValueError(f"the {part} split of {name!r} is empty; every split needs rows")
     train = splits["train"].take(min(max_train_pairs or len(splits["train"]), len(splits["train"])))
     dev, test = (rows.take(min(max_queries or len(rows), len(rows))) for rows in (splits["dev"], splits["test"]))
 
@@ -80,7 +81,9 @@ def load_task(
     kept = list(documents)[: max(max_documents, len(relevant)) if max_documents else None]
     ids = {text: f"d{number}" for number, text in enumerate(sorted(kept, key=lambda text: (len(text), text)))}
     corpus = {number: text for text, number in ids.items()}
-    return RetrievalTask(name or EMBEDDED, train, held_out(dev, ids), held_out(test, ids), corpus)
+    return RetrievalTask(
+        EMBEDDED if name == "stdlib" else name, train, held_out(dev, ids), held_out(test, ids), corpus
+    )
 
 
 def embedded_splits() -> dict[str, Dataset]:

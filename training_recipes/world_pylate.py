@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from datasets import Dataset
 from pylate.evaluation import PyLateInformationRetrievalEvaluator
 from pylate.models import ColBERT
@@ -27,11 +29,12 @@ print(rank.rerank(
 ))"""
 
 
-def load_model(name: str, query_length: int, document_length: int, query_expansion: bool | None) -> ColBERT:
+def load_model(
+    name: str, query_length: int, document_length: int, query_expansion: bool | None, **arguments: Any
+) -> ColBERT:
     """Load a ColBERT model, or make one from an encoder by adding a random projection to 128 dimensions."""
-    return ColBERT(
-        name, query_length=query_length, document_length=document_length, do_query_expansion=query_expansion
-    )
+    lengths = {"query_length": query_length, "document_length": document_length}
+    return ColBERT(name, do_query_expansion=query_expansion, **lengths, **arguments)
 
 
 def make_trainer(model: ColBERT, args: TrainingArguments, train: Dataset, loss: nn.Module, **options):

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from typing import Any
+
 from datasets import Dataset
-from sentence_transformers import MultiVectorEncoder, MultiVectorEncoderTrainer
-from sentence_transformers import MultiVectorEncoderTrainingArguments as TrainingArguments
+from sentence_transformers import (
+    MultiVectorEncoder,
+    MultiVectorEncoderTrainer,
+    MultiVectorEncoderTrainingArguments,
+)
 from sentence_transformers.multi_vector_encoder.evaluation import MultiVectorInformationRetrievalEvaluator
 from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator as DenseEvaluator
 from torch import nn
@@ -22,9 +28,18 @@ documents = model.encode_document(["Return the current working directory.", "Rem
 print(model.similarity(queries, documents))"""
 
 
-def load_model(name: str, query_length: int, document_length: int, query_expansion: bool | None) -> MultiVectorEncoder:
+@dataclass
+class TrainingArguments(MultiVectorEncoderTrainingArguments):
+    """Its own, with one type per flag, as a command line needs it."""
+
+    max_length: int | None = field(default=None, metadata={"help": "tokens of every column, in training alone"})
+
+
+def load_model(
+    name: str, query_length: int, document_length: int, query_expansion: bool | None, **arguments: Any
+) -> MultiVectorEncoder:
     """Load a multi-vector model, or make one from an encoder by adding a random projection to 128 dimensions."""
-    model = MultiVectorEncoder(name)
+    model = MultiVectorEncoder(name, **arguments)
     transformer = model[0]
     transformer.document_length = document_length
     if query_expansion is not None:

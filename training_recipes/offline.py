@@ -1,0 +1,34 @@
+"""Runs that name nothing from the Hub ask it nothing, so that they need not wait for it either.
+
+Imported before the libraries, which read the environment once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import yaml
+
+BUILT_IN = {"minilm", "tiny-colpali", "tiny-colqwen2", "tiny-colmodernvbert", "stdlib", "stdlib-pages"}
+NAMES = ("model", "dataset", "teacher")
+
+
+def named(argv: list[str]) -> set[str]:
+    """Return the models and datasets that a command line and its YAML file name."""
+    found = set()
+    for flag, value in zip(argv, [*argv[1:], ""], strict=True):
+        key, _, joined = flag.removeprefix("--").partition("=")
+        if flag.startswith("--") and key in NAMES:
+            found.add(joined or value)
+        elif flag.endswith((".yaml", ".yml")):
+            with suppress(OSError, ValueError, yaml.YAMLError):  # what is wrong with it is said later
+                given = yaml.safe_load(Path(flag).read_text(encoding="utf-8"))
+                found |= {str(given[key]) for key in NAMES if key in given}
+    return found
+
+
+if named(sys.argv[1:]) <= BUILT_IN:
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
