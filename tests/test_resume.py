@@ -39,9 +39,9 @@ def two_losses(model):
     }
 
 
-def run(build, folder: Path, *, resume: Path | None = None, accumulate: int = 1):
+def run(build, folder: Path, *, resume: Path | None = None, accumulate: int = 1, model=None):
     """Train to the last step, from the start or a checkpoint; the weights, and what the losses remember."""
-    model = tiny_model(dropout=0.2)
+    model = tiny_model(dropout=0.2) if model is None else model
     losses = build(model)
     arguments = Arguments(
         output_dir=str(folder),
