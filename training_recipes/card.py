@@ -18,6 +18,7 @@ import st_colbert_losses
 from st_colbert_losses.encoding import unwrap, world_of
 from training_recipes.matches import draw_matches, draw_page_matches, find_matches
 from training_recipes.publish import with_model_name
+from training_recipes.report import CURVE, draw_curve
 
 TEMPLATES = Path(__file__).parents[1] / "model_cards"
 MATCHES = "matches.png"
@@ -25,8 +26,17 @@ SHORT_QUERY, SHORT_DOCUMENT = 10, 40  # words of an example
 PART = re.compile(r"^%% (.+)\n", re.MULTILINE)  # a line of a template that says where in the card a part goes
 
 
-def leave_card(folder: Path, model: Any, loss: Any, *, query: str, documents: Sequence[Any], **facts: Any) -> bool:
-    """Write the card of a saved model with a picture of its matches; say in one line what could not be done.
+def leave_card(
+    folder: Path,
+    model: Any,
+    loss: Any,
+    *,
+    query: str,
+    documents: Sequence[Any],
+    history: list[dict[str, Any]],
+    **facts: Any,
+) -> bool:
+    """Write the card of a saved model, with its pictures; say in one line each what could not be done.
 
     Args:
         folder: Where the model was saved.
@@ -34,6 +44,7 @@ def leave_card(folder: Path, model: Any, loss: Any, *, query: str, documents: Se
         loss: What trained it.
         query: An example, for the picture and the code.
         documents: Texts or page images, the one that answers the query first.
+        history: What the trainer logged.
         **facts: What else `write_card` takes.
 
     Returns:
@@ -45,6 +56,7 @@ def leave_card(folder: Path, model: Any, loss: Any, *, query: str, documents: Se
         warn(f"no picture of its matches: {error}")
         picture = None
     try:
+        draw_curve(history, folder, f"{type(loss).__name__} on {facts['data']}")
         write_card(folder, model, loss, query=query, documents=documents, matches_file=picture, **facts)
     except Exception as error:  # a card is made of everything that a run touched
         warn(f"the model is saved in {folder}, but not its card: {type(error).__name__}: {error}")
@@ -95,27 +107,13 @@ def write_card(
     data.add_tags(["st_colbert_losses", *(f"form:{form}" for form in forms(loss))])
     card = ModelCard.from_template(card_data=data, template_path=data.template_path, hf_emoji="🤗").content
 
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["python"] = lambda text: json.dumps(text, ensure_ascii=False)
-    arguments = {name: repr(value) for name, value in loss.get_config_dict().items()}
-    if (dtype := loss.get_config_dict().get("queue_dtype")) is not None:
-        arguments["queue_dtype"] = f"torch.{dtype}"
-    ours = environment.get_template("text.md.j2" if isinstance(documents[0], str) else "page_images.md.j2").render(
-        library="PyLate" if world_of(model) == "pylate" else "sentence-transformers",
+    ours = our_parts(
+        model,
+        loss,
         model_name=model_name,
-        example_query=query,
-        example_documents=documents,
+        query=query,
+        documents=documents,
         matches_file=matches_file,
-        loss=type(loss).__name__,
-        objective=objective(loss),
-        form=form_in_words(loss),
-        loss_arguments=arguments,
-        version=st_colbert_losses.__version__,
         **facts,
     )
     _, *parts = PART.split(ours)
@@ -127,6 +125,43 @@ def write_card(
     card = with_model_name(card, model_name)
     ModelCard(card)  # raises where the Hub could not read it
     (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def our_parts(
+    model: Any,
+    loss: Any,
+    *,
+    model_name: str,
+    query: str,
+    documents: Sequence[Any],
+    matches_file: str | None,
+    **facts: Any,
+) -> str:
+    """Fill in the template, of texts or of page images; for the arguments see `write_card`."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["python"] = lambda text: json.dumps(text, ensure_ascii=False)
+    arguments = {name: repr(value) for name, value in loss.get_config_dict().items()}
+    if (dtype := loss.get_config_dict().get("queue_dtype")) is not None:
+        arguments["queue_dtype"] = f"torch.{dtype}"
+    return environment.get_template("text.md.j2" if isinstance(documents[0], str) else "page_images.md.j2").render(
+        library="PyLate" if world_of(unwrap(model)) == "pylate" else "sentence-transformers",
+        model_name=model_name,
+        example_query=query,
+        example_documents=documents,
+        matches_file=matches_file,
+        loss=type(loss).__name__,
+        objective=objective(loss),
+        form=form_in_words(loss),
+        loss_arguments=arguments,
+        version=st_colbert_losses.__version__,
+        curve=CURVE,
+        **facts,
+    )
 
 
 def insert(card: str, headings: Sequence[str], text: str) -> str:

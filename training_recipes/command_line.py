@@ -104,6 +104,12 @@ class Recipe:
         metadata={"help": "negatives a row; default: 1 where they are made, all of a dataset's"},
     )
     teacher: str = field(default="minilm", metadata={"help": "dense encoder that mines negatives"})
+    publish_momentum: bool = field(
+        default=False, metadata={"help": "save and publish a MoCo loss's momentum encoder in place of the model"}
+    )
+    hub_exist_ok: bool = field(
+        default=False, metadata={"help": "--push_to_hub on top of a repository that has files already"}
+    )
 
 
 def read_command_line(argv: list[str]) -> tuple[Recipe, TrainingArguments, ModuleType]:

@@ -45,7 +45,7 @@ class Matches(NamedTuple):
 
 @torch.no_grad()
 def find_matches(model: torch.nn.Module, query: str, document: Any) -> Matches:
-    """Embed a query and a document, a text or a page image, as the losses do, and find the best match of each token."""
+    """Embed a query and a document, a text or a page image, as the losses do, and find each token's best match."""
     model = unwrap(model)
     training = model.training
     model.eval()

@@ -56,7 +56,7 @@ def main(argv: list[str]) -> None:
         fail(str(error))
 
 
-def reserve(name: str, *, private: bool = False, exist_ok: bool = False) -> str:
+def reserve(name: str, *, private: bool = False, exist_ok: bool = False, token: str | None = None) -> str:
     """Find out that a model can be published under a name, before any training, and make the repository.
 
     Returns:
@@ -69,7 +69,7 @@ def reserve(name: str, *, private: bool = False, exist_ok: bool = False) -> str:
         raise CannotPublish("HF_HUB_OFFLINE is set, so nothing can be published; unset it")
     try:
         validate_repo_id(name)
-        api = HfApi()
+        api = HfApi(token=token)
         role = api.whoami().get("auth", {}).get("accessToken", {}).get("role")
         if role == "read":
             raise CannotPublish(f"the token may only read; {LOGIN}")
@@ -91,7 +91,7 @@ def reserve(name: str, *, private: bool = False, exist_ok: bool = False) -> str:
     return name
 
 
-def upload(folder: Path, name: str) -> str:
+def upload(folder: Path, name: str, *, token: str | None = None) -> str:
     """Commit a folder's model to a repository that is there, and return the commit's address.
 
     Raises:
@@ -102,7 +102,7 @@ def upload(folder: Path, name: str) -> str:
         for path, file in files_of(folder).items()
     ]
     try:
-        return HfApi().create_commit(name, operations, commit_message="Publish the model").commit_url
+        return HfApi(token=token).create_commit(name, operations, commit_message="Publish the model").commit_url
     except Exception as error:  # the Hub's client raises of many kinds
         raise CannotPublish(f"{reason(error, name)}. The model is whole in {folder}") from error
 

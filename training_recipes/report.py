@@ -1,19 +1,16 @@
-"""What a training run leaves behind: the comparison, a picture of its curve, and its section of the model card."""
+"""What a training run leaves behind: the comparison, and a picture of its curve."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jinja2
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-TEMPLATE = Path(__file__).parents[1] / "model_cards" / "training_section.md.j2"
 CURVE = "training_curve.png"
-SECTION_GOES_BEFORE = "\n## Training Details"  # a heading of both libraries' cards
 
 
 class Result(NamedTuple):
@@ -51,14 +48,3 @@ def draw_curve(history: list[dict[str, Any]], folder: Path, title: str) -> None:
     right.set_ylabel("dev nDCG@10", color="tab:orange")
     figure.savefig(folder / CURVE, dpi=120)
     plt.close(figure)
-
-
-def add_card_section(folder: Path, **facts: Any) -> Path:
-    """Write this run into the card that the library made when it saved the model."""
-    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    section = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(curve=CURVE, **facts)
-    card = folder / "README.md"
-    text = card.read_text(encoding="utf-8")
-    before, heading, after = text.partition(SECTION_GOES_BEFORE)
-    card.write_text(f"{before.rstrip()}\n\n{section.strip()}\n{heading}{after}", encoding="utf-8")
-    return card

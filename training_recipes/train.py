@@ -26,10 +26,7 @@ from training_recipes import offline  # noqa: F401, before the libraries that re
 
 # isort: split
 
-import importlib.metadata
-import importlib.util
 import json
-import platform
 import shlex
 import sys
 import time
@@ -48,8 +45,10 @@ from transformers import ProgressCallback, set_seed
 
 import st_colbert_losses
 from training_recipes.bm25 import add_negatives, best_hits
+from training_recipes.card import example, leave_card
 from training_recipes.command_line import WORLDS, Recipe, fail, read_command_line
-from training_recipes.report import CURVE, Result, add_card_section, comparison, draw_curve, result_of
+from training_recipes.publish import CannotPublish, reserve, upload
+from training_recipes.report import Result, comparison, result_of
 from training_recipes.retrieval_task import HeldOut, load_task
 
 # Where this recipe departs from a loss's own defaults, in all its forms. Chosen on the dev split, see README.md.
@@ -75,6 +74,8 @@ def main(argv: list[str]) -> None:
     # 1. What is asked for. All that can be wrong is found here, before anything is trained.
     recipe, args, world = read_command_line(argv)
     folder, process = Path(args.output_dir), PartialState()
+    published = reserve_name(recipe, args) if args.push_to_hub and process.is_main_process else None
+    args.push_to_hub = False  # the trainer's own pushes every checkpoint, with another card
     try:
         task = load_task(
             recipe.dataset,
@@ -110,6 +111,8 @@ def main(argv: list[str]) -> None:
     if recipe.dataset == "stdlib":
         model.model_card_data.language = ["en"]
     loss = make_loss(recipe, model)
+    if recipe.publish_momentum and (loss.memory is None or loss.momentum_model is None):
+        fail(f"--publish_momentum needs a momentum encoder, and {recipe.loss} has none here; use a MoCo loss")
 
     # 2. Where we start: every system gets the same queries and documents, one function computes all metrics.
     process.print(
@@ -140,23 +143,28 @@ def main(argv: list[str]) -> None:
         (folder / "eval").rmdir()
 
     # 4. Where we are now, and what is left behind.
+    if recipe.publish_momentum:
+        model = loss.momentum_model
     results.append(show(result_of("ColBERT, trained", test(model))))
     if not process.is_main_process:
         return
-    model.save_pretrained(str(folder))
-    draw_curve(trainer.state.log_history, folder, f"{recipe.loss} on {task.name}")
-    card = add_card_section(
+    model.save_pretrained(str(folder), create_model_card=False)  # the card comes last, for it is all that may fail
+    query, documents = example(task.test, task.corpus)
+    leave_card(
         folder,
-        loss=recipe.loss,
-        loss_parameters=json.dumps(loss.get_config_dict(), indent=2),
-        version=st_colbert_losses.__version__,
-        versions=versions(),
+        model,
+        loss,
+        model_name=str(folder),
+        query=query,
+        documents=documents,
+        history=trainer.state.log_history,
+        momentum_published=recipe.publish_momentum,
         world=WORLDS[recipe.world],
-        base=model.model_card_data.base_model or base,
+        base=model.model_card_data.base_model or recipe.model,
         data=task.name,
         train_rows=len(train),
         test_queries=len(task.test.queries),
-        documents=len(task.corpus),
+        corpus_size=len(task.corpus),
         command=shlex.join(["python", "-m", "training_recipes.train", *argv]),
         seed=args.seed,
         steps=trainer.state.global_step,
@@ -169,10 +177,28 @@ def main(argv: list[str]) -> None:
 
 {comparison(results)}
 
-Model: {folder}   card: {card}   curve: {folder / CURVE}
+Model, card and pictures: {folder}
 Training took {minutes:.1f} minutes, everything {(time.monotonic() - began) / 60:.1f}. To use the model:
 
 {world.USAGE.format(path=str(folder))}""")
+    if published:
+        try:
+            print(f"Published: {upload(folder, published, token=args.hub_token)}")
+        except CannotPublish as error:
+            fail(f"{error}; with python -m training_recipes.publish {shlex.quote(str(folder))} {published} --exist_ok")
+
+
+def reserve_name(recipe: Recipe, args: Any) -> str:
+    """Make the repository that the model will be published in, or stop before anything is trained."""
+    try:
+        return reserve(
+            args.hub_model_id or Path(args.output_dir).name,
+            private=bool(args.hub_private_repo),
+            exist_ok=recipe.hub_exist_ok,
+            token=args.hub_token,
+        )
+    except CannotPublish as error:
+        fail(f"cannot --push_to_hub: {error}")
 
 
 def make_loss(recipe: Recipe, model: nn.Module) -> nn.Module:
@@ -228,15 +254,6 @@ class QuietProgress(ProgressCallback):
         self.newest = newest
         if self.training_bar is not None:
             self.training_bar.set_postfix(newest)
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of what a run depends on, of what is installed."""
-    found = {"Python": platform.python_version()}
-    for name in ("pylate", "sentence-transformers", "transformers", "torch", "datasets"):
-        if importlib.util.find_spec(name.replace("-", "_")):
-            found[name] = importlib.metadata.version(name)
-    return found
 
 
 if __name__ == "__main__":
