@@ -20,10 +20,15 @@ from tests.hub_server import hub, validation
 from tests.models import PYLATE, encoded, tiny_model
 from training_recipes import card as cards
 from training_recipes.matches import draw_matches, draw_page_matches, find_matches
+from training_recipes.retrieval_task import HeldOut
 
 ROOT = Path(__file__).parents[1]
 QUERY = "what sings two"
 DOCUMENTS = ["bird sings. eats", "three dog", 'fish "red" \\ one']
+TEXTS = {
+    "held_out": HeldOut({"q0": QUERY, "q1": "two cat", "q2": "dog"}, {"q0": {"d0"}, "q1": {"d1"}, "q2": {"d2"}}),
+    "corpus": {f"d{number}": document for number, document in enumerate(DOCUMENTS)},
+}
 FACTS = {
     "history": [{"loss": 2.0, "step": 1}, {"eval_dev_ndcg@10": 0.5, "step": 2}],
     "momentum_published": False,
@@ -48,7 +53,7 @@ def card_of(folder: Path, loss_name: str = "ColbertLoss", **arguments) -> str:
     model = tiny_model()
     loss = getattr(st_colbert_losses, loss_name)(model, **arguments)
     model.save_pretrained(str(folder), create_model_card=False)
-    assert cards.leave_card(folder, model, loss, query=QUERY, documents=DOCUMENTS, model_name=str(folder), **FACTS)
+    assert cards.leave_card(folder, model, loss, model_name=str(folder), **TEXTS, **FACTS)
     return (folder / "README.md").read_text(encoding="utf-8")
 
 
@@ -178,7 +183,7 @@ def test_a_card_that_fails_costs_one_line_and_no_model(tmp_path: Path, monkeypat
     monkeypatch.setattr(cards, "find_matches", lambda *_: 1 / 0)
     monkeypatch.setattr(cards.ModelCard, "from_template", lambda **_: 1 / 0)
     loss = st_colbert_losses.ColbertLoss(model)
-    assert not cards.leave_card(tmp_path, model, loss, query=QUERY, documents=DOCUMENTS, model_name="m", **FACTS)
+    assert not cards.leave_card(tmp_path, model, loss, model_name="m", **TEXTS, **FACTS)
     picture, card = capsys.readouterr().out.splitlines()
     assert picture.startswith("train: warning: no picture")
     assert card.startswith("train: warning: the model is saved")
@@ -257,9 +262,10 @@ def test_card_of_a_page_retriever(tmp_path: Path, capsys):
     model = page_retriever("colpali", tmp_path / "base")
     folder = tmp_path / "model"
     model.save_pretrained(str(folder), create_model_card=False)
-    pages = [page(text, (90, 120)) for text in ("birds sing", "dogs bark")]
+    pages = {text: page(text, (90, 120)) for text in ("birds sing", "dogs bark")}
+    held_out = HeldOut({"q": "who sings"}, {"q": {"birds sing"}})
     loss = st_colbert_losses.CachedColbertLoss(model, mini_batch_size=4)
-    assert cards.leave_card(folder, model, loss, query="who sings", documents=pages, model_name=str(folder), **FACTS)
+    assert cards.leave_card(folder, model, loss, held_out=held_out, corpus=pages, model_name=str(folder), **FACTS)
     assert capsys.readouterr().out == ""
     text = (folder / "README.md").read_text(encoding="utf-8")
     assert "the patches framed" in text

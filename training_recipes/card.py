@@ -31,8 +31,8 @@ def leave_card(
     model: Any,
     loss: Any,
     *,
-    query: str,
-    documents: Sequence[Any],
+    held_out: Any,
+    corpus: dict[str, Any],
     history: list[dict[str, Any]],
     **facts: Any,
 ) -> bool:
@@ -42,8 +42,8 @@ def leave_card(
         folder: Where the model was saved.
         model: The model.
         loss: What trained it.
-        query: An example, for the picture and the code.
-        documents: Texts or page images, the one that answers the query first.
+        held_out: Queries and what is relevant to each (`retrieval_task.HeldOut`), for an example.
+        corpus: Texts or page images by id.
         history: What the trainer logged.
         **facts: What else `write_card` takes.
 
@@ -51,12 +51,13 @@ def leave_card(
         Whether there is a card.
     """
     try:
-        picture = draw(model, query, documents[0], folder / MATCHES)
-    except Exception as error:  # a tokenizer or processor like no other
-        warn(f"no picture of its matches: {error}")
-        picture = None
-    try:
+        query, documents = example(held_out, corpus)
         draw_curve(history, folder, f"{type(loss).__name__} on {facts['data']}")
+        try:
+            picture = draw(model, query, documents[0], folder / MATCHES)
+        except Exception as error:  # a tokenizer or processor like no other
+            warn(f"no picture of its matches: {error}")
+            picture = None
         write_card(folder, model, loss, query=query, documents=documents, matches_file=picture, **facts)
     except Exception as error:  # a card is made of everything that a run touched
         warn(f"the model is saved in {folder}, but not its card: {type(error).__name__}: {error}")

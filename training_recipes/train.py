@@ -45,7 +45,7 @@ from transformers import ProgressCallback, set_seed
 
 import st_colbert_losses
 from training_recipes.bm25 import add_negatives, best_hits
-from training_recipes.card import example, leave_card
+from training_recipes.card import leave_card
 from training_recipes.command_line import WORLDS, Recipe, fail, read_command_line
 from training_recipes.publish import CannotPublish, reserve, upload
 from training_recipes.report import Result, comparison, result_of
@@ -149,14 +149,13 @@ def main(argv: list[str]) -> None:
     if not process.is_main_process:
         return
     model.save_pretrained(str(folder), create_model_card=False)  # the card comes last, for it is all that may fail
-    query, documents = example(task.test, task.corpus)
     leave_card(
         folder,
         model,
         loss,
         model_name=str(folder),
-        query=query,
-        documents=documents,
+        held_out=task.test,
+        corpus=task.corpus,
         history=trainer.state.log_history,
         momentum_published=recipe.publish_momentum,
         world=WORLDS[recipe.world],
