@@ -22,7 +22,7 @@ from training_recipes.report import CURVE, draw_curve
 
 TEMPLATES = Path(__file__).parents[1] / "model_cards"
 MATCHES = "matches.png"
-SHORT_QUERY, SHORT_DOCUMENT = 10, 40  # words of an example
+SHORT_QUERY, SHORT_DOCUMENT = 10, 25  # words of an example
 PART = re.compile(r"^%% (.+)\n", re.MULTILINE)  # a line of a template that says where in the card a part goes
 
 
