@@ -1,6 +1,11 @@
 """Training losses for late-interaction (multi-vector) retrievers: ColBERT for text, ColPali for page images."""
 
 from st_colbert_losses.base import LateInteractionLoss
+from st_colbert_losses.losses.distillation import (
+    CachedColbertDistillationLoss,
+    ColbertDistillationLoss,
+    MoCoColbertDistillationLoss,
+)
 from st_colbert_losses.losses.infonce import CachedColbertLoss, ColbertLoss, MoCoColbertLoss
 from st_colbert_losses.losses.negative_ce import (
     CachedColbertNegativeCELoss,
@@ -24,17 +29,20 @@ from st_colbert_losses.tokens import Tokens
 __version__ = "0.1.0"
 
 __all__ = [
+    "CachedColbertDistillationLoss",
     "CachedColbertLoss",
     "CachedColbertNegativeCELoss",
     "CachedColbertPairwiseCELoss",
     "CachedColbertPairwiseNegativeCELoss",
     "CachedColbertSigmoidLoss",
+    "ColbertDistillationLoss",
     "ColbertLoss",
     "ColbertNegativeCELoss",
     "ColbertPairwiseCELoss",
     "ColbertPairwiseNegativeCELoss",
     "ColbertSigmoidLoss",
     "LateInteractionLoss",
+    "MoCoColbertDistillationLoss",
     "MoCoColbertLoss",
     "MoCoColbertNegativeCELoss",
     "MoCoColbertPairwiseCELoss",

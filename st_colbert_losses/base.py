@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,20 +23,33 @@ from st_colbert_losses.checks import (
     check_rows,
     check_tokens,
 )
-from st_colbert_losses.columns import Batch, Queued
+from st_colbert_losses.columns import Batch, Column, Queued
 from st_colbert_losses.content import content_keys
-from st_colbert_losses.distributed import gather_columns, gather_sizes, rank, world_size
+from st_colbert_losses.distributed import average_gradients, gather_columns, gather_sizes, rank, world_size
+from st_colbert_losses.draws import draw_negatives
 from st_colbert_losses.encoding import embed, is_document_column, unwrap
 from st_colbert_losses.features import count_rows
+from st_colbert_losses.filters import filter_likely_positives
+from st_colbert_losses.matryoshka import cut
 from st_colbert_losses.memory import MEMORY_ATTRIBUTES, Memory
 from st_colbert_losses.mini_batches import embed_in_mini_batches
 from st_colbert_losses.momentum import hear_of_steps
 from st_colbert_losses.notices import Notices
-from st_colbert_losses.options import MEMORY_DEFAULTS, Options, check_names, check_option, whole_signature
+from st_colbert_losses.options import (
+    MEMORY_DEFAULTS,
+    Options,
+    check_fixed,
+    check_names,
+    check_option,
+    whole_signature,
+)
 from st_colbert_losses.queue import DocumentQueue
-from st_colbert_losses.resume import attach
-from st_colbert_losses.scores import lower_likely_positives, score
+from st_colbert_losses.scores import Scores, score
+from st_colbert_losses.signals import Signals, measure
 from st_colbert_losses.tokens import Tokens
+from st_colbert_losses.trainer import attach
+
+LOWEST_TEMPERATURE = 1e-4  # of a learned one
 
 COLBERT_CITATION = """
 @inproceedings{khattab2020colbert,
@@ -65,13 +79,34 @@ class LateInteractionLoss(nn.Module):
             [-1, 1]. ``False`` keeps the sums of PyLate and sentence-transformers.
         use_smooth_max: Replace the maximum over document tokens by ``tau * logsumexp(s / tau)``.
         tau: Width of the smooth maximum, in units of a cosine; finite, above 0.
-        pos_aware_negative_filtering: Lower pool negatives that score nearly as high as the positive.
-        filter_threshold: Share of the positive's score above which a negative is lowered, in (0, 1].
-        filter_factor: What a lowered negative's score is multiplied by, in [0, 1].
+        pos_aware_negative_filtering: Filter pool negatives that score nearly as high as the positive, as they may be
+            unlabelled positives: above ``p - |p| * (1 - filter_threshold)``, p the positive's score.
+        filter_threshold: Share of the positive's score above which a negative is filtered, in (0, 1].
+        filter_factor: What a damped negative's score is multiplied by, in [0, 1].
+        filter_mode: ``"damp"`` multiplies by ``filter_factor``; ``"mask"`` leaves a filtered negative out. A row that
+            loses all of them counts as one without negatives.
+        filter_margin: Filter above ``p - filter_margin`` instead, in units of a score, from 0.
+        filter_explicit: Filter the row's own explicit negatives too, in the losses that have a term of their own.
+        filter_warmup_steps: Optimizer steps before anything is filtered: a new model's scores mean little.
         norm_tol: How far a normalised score may exceed 1 before a warning says that tokens are not unit length.
         mask_duplicate_documents: Leave out candidates whose content is that of the row's positive, or of the positive
             of a row with the same query.
+        negatives_per_step: Draw so many of each row's explicit negatives for a training step, and encode those alone;
+            from torch's random generator, apart on each process. In evaluation all of them are used.
+        learn_temperature: Train the temperature with the model: a parameter of the loss, the logarithm of T's ratio to
+            ``temperature``, with T kept above 1e-4. It moves by about the learning rate a step, so start near the
+            right one.
+        matryoshka_dims: Widths at which token vectors are to be good: cut to each, made unit length again and scored,
+            the losses averaged. The encoder runs once. ``None`` for the full width alone.
+        matryoshka_weights: What each of them weighs in the average; ``None`` for all alike.
         gather_across_devices: Share the documents of all processes as negatives.
+
+    Attributes:
+        metrics: Signals of the last batch by name, detached: ``in_batch_accuracy`` (share of rows whose positive
+            scores above all their negatives), ``positive_score``, ``hardest_negative_score`` and their difference
+            ``margin`` (means over rows), ``masked_share`` and ``filtered_share`` of the candidates, ``temperature``,
+            in the MoCo forms ``queue_fill`` (share of its capacity) and ``queue_age`` (batches since its documents
+            came, on average). A Trainer's log has their means since the last log, beside the loss.
 
     Inputs:
         ``loss(sentence_features, labels=None)``: column 0 the query, column 1 the positive, all further columns
@@ -81,6 +116,11 @@ class LateInteractionLoss(nn.Module):
     Raises:
         ValueError: For an invalid hyperparameter, a missing column, a mismatch of rows, or labels that are not one
             integer per row.
+
+    References:
+        Filters: Moreira et al. (2024), NV-Retriever, https://arxiv.org/abs/2407.15831. Learned temperature: Radford et
+        al. (2021), CLIP, https://arxiv.org/abs/2103.00020. Matryoshka: Kusupati et al. (2022),
+        https://arxiv.org/abs/2205.13147
 
     Example:
         >>> import torch
@@ -115,8 +155,16 @@ class LateInteractionLoss(nn.Module):
         pos_aware_negative_filtering: bool = False,
         filter_threshold: float = 0.95,
         filter_factor: float = 0.5,
+        filter_mode: str = "damp",
+        filter_margin: float | None = None,
+        filter_explicit: bool = False,
+        filter_warmup_steps: int = 0,
         norm_tol: float = 1e-3,
         mask_duplicate_documents: bool = True,
+        negatives_per_step: int | None = None,
+        learn_temperature: bool = False,
+        matryoshka_dims: Sequence[int] | None = None,
+        matryoshka_weights: Sequence[float] | None = None,
         gather_across_devices: bool = False,
     ) -> None:
         super().__init__()
@@ -133,15 +181,26 @@ class LateInteractionLoss(nn.Module):
         self.model = model
         self.objective = objective
         self.explicit_negatives = explicit_negatives
+        # What the trainer's optimizer trains besides the model, each as its shift from where it starts: zeros.
+        self.shifts = nn.ParameterDict()
+        self._starts: dict[str, float] = {}
         self.temperature = temperature
+        self._learn("temperature", learn_temperature)
         self.normalize_scores = normalize_scores
         self.use_smooth_max = use_smooth_max
         self.tau = tau
         self.pos_aware_negative_filtering = pos_aware_negative_filtering
         self.filter_threshold = filter_threshold
         self.filter_factor = filter_factor
+        self.filter_mode = filter_mode
+        self.filter_margin = filter_margin
+        self.filter_explicit = filter_explicit
+        self.filter_warmup_steps = filter_warmup_steps
         self.norm_tol = norm_tol
         self.mask_duplicate_documents = mask_duplicate_documents
+        self.negatives_per_step = negatives_per_step
+        self.matryoshka_dims = matryoshka_dims
+        self.matryoshka_weights = matryoshka_weights
         self.gather_across_devices = gather_across_devices
         # Set by the forms that cache gradients; None encodes each column at once.
         self.mini_batch_size: int | None = None
@@ -149,7 +208,12 @@ class LateInteractionLoss(nn.Module):
         self.show_progress_bar = False
         # Set by the forms that remember documents.
         self.memory: Memory | None = None
+        self.steps = 0  # optimizer steps of the model
+        self.signals = Signals()
+        self.attached = False  # to the Trainer that is running
         self._notices = Notices(self._name)
+        self._widths()
+        hear_of_steps(self)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -161,6 +225,9 @@ class LateInteractionLoss(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         check_option(type(self).__name__, name, value)
+        if name.startswith("learn_"):
+            check_fixed(type(self).__name__, name, value, getattr(self, name))
+            return
         if (memory := self.__dict__.get("_modules", {}).get("memory")) is not None:
             memory.check_fixed(self, name, value)
         super().__setattr__(name, value)
@@ -172,6 +239,25 @@ class LateInteractionLoss(nn.Module):
             names += ["mini_batch_size", "mini_batch_num_tokens"]
         config = {name: getattr(self, name) for name in names}
         return config if self.memory is None else {**config, **self.memory.config(self)}
+
+    @property
+    def temperature(self) -> float:
+        """T; a learned one as it is now."""
+        return self._now("temperature")
+
+    @temperature.setter
+    def temperature(self, value: float) -> None:
+        self._start("temperature", value)
+
+    @property
+    def learn_temperature(self) -> bool:
+        """Whether the trainer's optimizer trains it."""
+        return "temperature" in self.shifts
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Signals of the last batch by name."""
+        return self.signals.read()
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self.get_config_dict().items())
@@ -192,7 +278,8 @@ class LateInteractionLoss(nn.Module):
             A scalar.
         """
         check_model(self._name, self.model)
-        features = check_features(self._name, sentence_features)
+        training = torch.is_grad_enabled() and unwrap(self.model).training
+        features, labels = self._arrange(check_features(self._name, sentence_features), labels, training)
         check_columns(self._name, len(features), self.explicit_negatives)
         if not self._notices.looks and is_document_column(self.model, features[0]):
             self._notices.warn(
@@ -200,19 +287,19 @@ class LateInteractionLoss(nn.Module):
                 "column 0 was tokenised as documents, but it holds the queries. PyLate goes by the column's name: "
                 "rename it so that it contains 'query' or 'anchor'.",
             )
-        memory = self.memory if torch.is_grad_enabled() and unwrap(self.model).training else None
+        if training and not self.attached:
+            attach(self)
+        memory = self.memory if training else None
         fresh: list[Tokens] = []  # what the queue takes: the first document columns, encoded for it
         if memory is None:
             tokens = self.embed(self.model, features)
         else:
-            if not memory.attached:
-                attach(self, memory)
             tokens, fresh = memory.embed(self, features)
         batch = self._batch(tokens, self._keys(features, tokens), labels)
         if memory is None:
-            return self._loss(batch)
-        queued = memory.queue.column() if memory.steps >= self.warmup_steps else None
-        loss = self._loss(batch, queued)
+            return self._loss(batch, log=training)
+        queued = memory.queue.column() if self.steps >= self.warmup_steps else None
+        loss = self._loss(batch, queued, log=training)
         if queued is not None:
             memory.queue.lend(loss)
         enter = [replace(c, tokens=t) for c, t in zip(batch.documents[: len(fresh)], fresh, strict=True)]
@@ -236,15 +323,33 @@ class LateInteractionLoss(nn.Module):
         check_columns(self._name, len(tokens), self.explicit_negatives)
         return self._loss(self._batch(tokens, [None] * len(tokens), labels))
 
+    def _arrange(
+        self, features: list[dict[str, Any]], labels: Tensor | None, training: bool
+    ) -> tuple[list[dict[str, Any]], Tensor | None]:
+        """The columns that are encoded: in a training step, a few of the explicit negatives where that is asked."""
+        if training and self.negatives_per_step is not None and len(features) > 2:
+            check_rows(self._name, [count_rows(column) for column in features])
+            features, _ = draw_negatives(features, self.negatives_per_step)
+        return features, labels
+
+    def _roles(self, documents: list[Column]) -> tuple[list[Column], list[Column]]:
+        """The columns of the pool, the positives first, and those that are scored against their own row alone."""
+        return (documents[:1], documents[1:]) if self.explicit_negatives else (documents, [])
+
     def _batch(self, tokens: list[Tokens], keys: list[Tensor | None], labels: Tensor | None) -> Batch:
         check_rows(self._name, [len(t) for t in tokens])
-        check_labels(self._name, labels, len(tokens[0]))
+        labels, teacher = self._read_labels(labels, [len(t) for t in tokens])
         sizes = None
         if world_size() > 1 and self.gather_across_devices:
             sizes = check_processes(self._name, gather_sizes([len(t) for t in tokens], tokens[0].mask.device))
         elif world_size() > 1:
             self._notices.info("local", f"negatives stay local: each of {world_size()} processes uses its own batch.")
-        return Batch.of(tokens, keys, labels, sizes, rank())
+        return Batch.of(tokens, keys, labels, sizes, rank(), teacher)
+
+    def _read_labels(self, labels: Tensor | None, rows: list[int]) -> tuple[Tensor | None, Tensor | None]:
+        """The labels of the rows, and a teacher's scores of their documents."""
+        check_labels(self._name, labels, rows[0])
+        return labels, None
 
     def _keys(self, features: list[dict[str, Any]], tokens: list[Tokens]) -> list[Tensor | None]:
         if not self.mask_duplicate_documents:
@@ -278,25 +383,126 @@ class LateInteractionLoss(nn.Module):
             show_progress_bar=self.show_progress_bar,
         )
 
-    def _loss(self, batch: Batch, queued: Queued | None = None) -> Tensor:
-        self._notices.temperature(self.temperature, self.normalize_scores)
-        queries, documents = batch.queries, batch.documents
-        pool, hard = (documents[:1], documents[1:]) if self.explicit_negatives else (documents, [])
+    def _loss(self, batch: Batch, queued: Queued | None = None, *, log: bool = False) -> Tensor:
+        queries = batch.queries
+        pool, hard = self._roles(batch.documents)
         if batch.sizes is not None:
             pool = gather_columns(pool)
+        losses: list[Tensor] = []
         with torch.autocast(queries.tokens.vectors.device.type, enabled=False):
-            tau = self.tau if self.use_smooth_max else None
-            scores = score(queries, pool, hard, queued, tau=tau, normalize=self.normalize_scores)
-            bounded = self.normalize_scores and not self.use_smooth_max
-            self._notices.scores(scores, queries.tokens.vectors.dtype, self.norm_tol if bounded else None)
-            if self.pos_aware_negative_filtering:
-                scores = lower_likely_positives(scores, self.filter_threshold, self.filter_factor)
-            _, *names = inspect.signature(self.objective).parameters
-            losses = self.objective(scores, **{name: getattr(self, name) for name in names})
-            loss = check_row_losses(self._name, losses, len(queries.tokens)).mean()
+            learned = self._learned(torch.promote_types(queries.tokens.vectors.dtype, torch.float32))
+            for width, share in self._widths():
+                scores = self._score(width, batch, pool, hard, queued if pool else None)
+                filtered = scores
+                if self.pos_aware_negative_filtering and self.steps >= self.filter_warmup_steps:
+                    filtered = filter_likely_positives(
+                        scores,
+                        threshold=self.filter_threshold,
+                        margin=self.filter_margin,
+                        factor=self.filter_factor,
+                        mode=self.filter_mode,
+                        explicit=self.filter_explicit,
+                    )
+                if not losses:
+                    self._look(scores, filtered, learned, queries.tokens.vectors.dtype, log)
+                row_losses = self.objective(filtered, **self._hyperparameters(learned))
+                losses.append(share * check_row_losses(self._name, row_losses, len(queries.tokens)).mean())
+            loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
         # A short batch weighs less in the mean over processes that follows; the value stays that of its own rows.
         weight = batch.weight
         return loss if weight == 1 else loss.detach() + weight * (loss - loss.detach())
+
+    def _score(
+        self, width: int | None, batch: Batch, pool: list[Column], hard: list[Column], queued: Queued | None
+    ) -> Scores:
+        """The scores of a batch, of the token vectors' first ``width`` dimensions where there is one."""
+        queries, positives = batch.queries, batch.documents[0]
+        if width is not None:
+            queries, positives = cut(queries, width), cut(positives, width)
+            pool, hard = [cut(column, width) for column in pool], [cut(column, width) for column in hard]
+            queued = None if queued is None else cut(queued, width)
+        scores = score(
+            queries,
+            pool[0] if pool else positives,
+            pool,
+            hard,
+            queued,
+            sizes=batch.sizes,
+            tau=self.tau if self.use_smooth_max else None,
+            normalize=self.normalize_scores,
+            both_ways=getattr(self, "document_to_query_weight", 0.0) > 0,
+        )
+        return replace(scores, teacher=batch.teacher)
+
+    def _hyperparameters(self, learned: dict[str, Tensor]) -> dict[str, Any]:
+        """What the objective asks for by name; what this loss does not have is left to the objective's default."""
+        _, *asked = inspect.signature(self.objective).parameters.values()
+        names = [p.name for p in asked if p.default is p.empty or hasattr(self, p.name)]
+        return {name: learned[name] if name in learned else getattr(self, name) for name in names}
+
+    def _look(
+        self, scores: Scores, filtered: Scores, learned: dict[str, Tensor], dtype: torch.dtype, log: bool
+    ) -> None:
+        """Take the signals of a batch, and tell what is odd about it."""
+        if not learned:
+            self._notices.temperature(self.temperature, self.normalize_scores)
+        bounded = self.normalize_scores and not self.use_smooth_max
+        self._notices.scores(scores, dtype, self.norm_tol if bounded else None)
+        others: dict[str, float | Tensor] = {name: value.detach() for name, value in learned.items()}
+        if "temperature" not in learned:
+            others["temperature"] = self.temperature
+        if self.memory is not None:
+            others["queue_fill"] = len(self.memory.queue) / self.memory.queue.capacity
+            others["queue_age"] = self.memory.queue.mean_age
+        self.signals.update(measure(scores, filtered), others, log=log)
+
+    def _widths(self) -> list[tuple[int | None, float]]:
+        """The widths of the token vectors that are scored, the widest first, and what share each has in the loss."""
+        dims, weights = self.matryoshka_dims, self.matryoshka_weights
+        if weights is not None and len(weights) != len(dims or ()):
+            raise ValueError(
+                f"{self._name}: got matryoshka_weights={weights!r} for matryoshka_dims={dims!r}, expected one weight "
+                "per width. Leave the weights out to weigh all alike."
+            )
+        if dims is None:
+            return [(None, 1.0)]
+        weights = weights or [1.0] * len(dims)
+        return sorted(((d, w / sum(weights)) for d, w in zip(dims, weights, strict=True)), reverse=True)
+
+    def _start(self, name: str, value: float) -> None:
+        """Set a hyperparameter that may be learned; a learned one goes on from there."""
+        self._starts[name] = value
+        if name in self.shifts:
+            nn.init.zeros_(self.shifts[name])
+
+    def _learn(self, name: str, wanted: bool) -> None:
+        """Make a hyperparameter one that is learned, if that is wanted."""
+        check_option(self._name, f"learn_{name}", wanted)
+        if wanted:
+            self.shifts[name] = nn.Parameter(torch.zeros(()))
+
+    def _now(self, name: str) -> float:
+        """The value of a hyperparameter that may be learned."""
+        start = self._starts[name]
+        if name not in self.shifts:
+            return start
+        return float(f"{_shifted(name, start, self.shifts[name].detach()).item():.6g}")
+
+    def _learned(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The hyperparameters that are learned; their gradient is the mean over processes, as the model's is."""
+        if not len(self.shifts):
+            return {}
+        of_model = [p.grad for p in self.model.parameters()]
+        if torch.is_grad_enabled() and of_model and all(gradient is None for gradient in of_model):
+            self.shifts.zero_grad()  # a Trainer zeroes the gradients of the model alone
+        with torch.no_grad():
+            if "temperature" in self.shifts:
+                self.shifts["temperature"].clamp_(min=math.log(LOWEST_TEMPERATURE / self._starts["temperature"]))
+        shifts = average_gradients(torch.stack(list(self.shifts.values()))).to(dtype)
+        return {
+            name: _shifted(name, self._starts[name], shift)
+            for name, shift in zip(self.shifts, shifts.unbind(), strict=True)
+        }
 
     def _remember(self, options: dict[str, Any]) -> None:
         """Make this a MoCo form, with a queue and a momentum encoder."""
@@ -304,7 +510,6 @@ class LateInteractionLoss(nn.Module):
         for name in MEMORY_ATTRIBUTES:
             setattr(self, name, options[name])
         self.memory = Memory(self, options["momentum_model"])
-        hear_of_steps(self)
 
     @property
     def queue(self) -> DocumentQueue:
@@ -318,7 +523,37 @@ class LateInteractionLoss(nn.Module):
 
     def after_step(self, moved: set[int]) -> None:
         """Called after every optimizer step of the model; the MoCo forms move their momentum encoder."""
-        self._needs_memory().after_step(self, moved)
+        self.steps += 1
+        if self.memory is not None:
+            self.memory.after_step(self, moved)
+
+    @property
+    def remembers(self) -> bool:
+        """Whether a checkpoint must hold more than the model for the loss to go on as it was."""
+        filters_later = self.pos_aware_negative_filtering and self.filter_warmup_steps > 0
+        return self.memory is not None or len(self.shifts) > 0 or filters_later
+
+    def own_state(self) -> dict[str, Any]:
+        """The part of ``state_dict()`` that is not the model's, for a checkpoint."""
+        return {name: value for name, value in self.state_dict().items() if not name.startswith("model.")}
+
+    def load_own_state(self, state: dict[str, Any]) -> None:
+        """Go on from what :meth:`own_state` returned."""
+        self.load_state_dict(state, strict=False)
+
+    def forget(self) -> None:
+        """Start again from the model as it is."""
+        self.steps = 0
+        for name, start in self._starts.items():
+            self._start(name, start)
+        if self.memory is not None:
+            self.memory.forget(self.model)
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.steps = state["steps"]
 
     def _needs_memory(self) -> Memory:
         if self.memory is None:
@@ -327,12 +562,17 @@ class LateInteractionLoss(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        if self.memory is not None:  # a copy hears of its own model's steps
-            hear_of_steps(self)
+        self.attached = False
+        hear_of_steps(self)  # a copy hears of its own model's
 
     @property
     def _name(self) -> str:
         return type(self).__name__
+
+
+def _shifted(name: str, start: float, shift: Tensor) -> Tensor:
+    """A learned hyperparameter: the temperature moves by factors, all else by differences."""
+    return start * shift.exp() if name == "temperature" else start + shift
 
 
 LateInteractionLoss.__signature__ = whole_signature(  # type: ignore[attr-defined]

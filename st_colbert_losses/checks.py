@@ -157,7 +157,30 @@ def check_labels(owner: str, labels: Tensor | None, rows: int) -> None:
         got = f"labels of type {type(labels).__name__}"
     raise ValueError(
         f"{owner}: got {got}, expected a tensor of {rows} integers, one per row. Labels mark rows that are no "
-        "negatives of each other; remove a 'label' or 'score' column that means anything else."
+        "negatives of each other; a teacher's scores of each row's documents are for ColbertDistillationLoss; remove "
+        "a 'label' or 'score' column that means anything else."
+    )
+
+
+def check_teacher_scores(owner: str, scores: object, rows: int, documents: int) -> Tensor:
+    """Refuse what is no score by a teacher for each document of each row.
+
+    Raises:
+        ValueError: Saying who, got, expected and the remedy.
+    """
+    if isinstance(scores, Tensor):
+        if scores.shape == (rows, documents) and not scores.is_complex() and scores.dtype != torch.bool:
+            # Looking at values on a GPU waits for it.
+            if scores.device.type != "cpu" or bool(scores.isfinite().all()):
+                return scores.detach()
+            got = "scores that are not finite"
+        else:
+            got = f"{str(scores.dtype).removeprefix('torch.')} labels of shape {tuple(scores.shape)}"
+    else:
+        got = "no labels" if scores is None else f"labels of type {type(scores).__name__}"
+    raise ValueError(
+        f"{owner}: got {got}, expected a teacher's scores, ({rows}, {documents}): one number for each of a row's "
+        f"{documents} documents, the positive's first. Put them into a column 'label' or 'scores', a list per row."
     )
 
 

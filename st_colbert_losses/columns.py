@@ -48,11 +48,13 @@ class Batch:
         queries: Its queries.
         documents: Its document columns, the positives first.
         sizes: The rows of the batch of each process, where processes share documents; else ``None``.
+        teacher: (B, documents per row) a teacher's scores, the positive's first, where there is one.
     """
 
     queries: Column
     documents: list[Column]
     sizes: Sequence[int] | None
+    teacher: Tensor | None = None
 
     @classmethod
     def of(
@@ -62,6 +64,7 @@ class Batch:
         labels: Tensor | None,
         sizes: Sequence[int] | None,
         rank: int,
+        teacher: Tensor | None = None,
     ) -> Batch:
         """Number the rows of a batch and mark its documents with what is known of their rows."""
         b, device = len(tokens[0]), tokens[0].vectors.device
@@ -72,7 +75,7 @@ class Batch:
             its_labels = None if labels is None else labels.to(device)[row]
             query_keys = None if keys[0] is None else keys[0][row]
             columns.append(Column(column, first + row, its_labels, column_keys, query_keys))
-        return cls(columns[0], columns[1:], sizes)
+        return cls(columns[0], columns[1:], sizes, None if teacher is None else teacher.to(device))
 
     @property
     def weight(self) -> float:

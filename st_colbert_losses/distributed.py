@@ -8,7 +8,7 @@ process with the whole batch, and no factor is needed where all have the same nu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -47,13 +47,28 @@ def gather_columns(columns: Sequence[Column]) -> list[Column]:
         shapes = gather_sizes([len(mask), mask.shape[1]], vectors.device)
         sizes, width = [size for size, _ in shapes], max(width for _, width in shapes)
         padding = width - mask.shape[1]
-        vectors = _Gather.apply(F.pad(vectors, (0, 0, 0, padding)), sizes)
+        vectors = gather_rows(F.pad(vectors, (0, 0, 0, padding)), sizes)
         mask = _gather(F.pad(mask, (0, padding)).byte(), sizes).bool()
         unknown = torch.full_like(column.rows, NONE)
         known = [unknown if what is None else what for what in (column.labels, column.keys, column.query_keys)]
         own_rows, labels, keys, query_keys = _gather(torch.stack([column.rows, *known], 1), sizes).unbind(1)
         gathered.append(Column(Tokens(vectors, mask), own_rows, labels, keys, query_keys))
     return gathered
+
+
+def gather_rows(tensor: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Join the first axis over processes, with gradients to everybody's part.
+
+    Args:
+        tensor: This process's part; only its first axis may have another size elsewhere.
+        sizes: The size of the first axis of each process.
+    """
+    return cast(Tensor, _Gather.apply(tensor, list(sizes)))
+
+
+def average_gradients(values: Tensor) -> Tensor:
+    """The same values, with the mean over processes as their gradient: for parameters outside of a wrapped model."""
+    return values if world_size() == 1 else cast(Tensor, _AverageGradients.apply(values))
 
 
 def gather_sizes(sizes: Sequence[int], device: torch.device) -> list[list[int]]:
@@ -92,3 +107,15 @@ class _Gather(torch.autograd.Function):
         dist.all_reduce(gradient)
         begin = sum(ctx.sizes[: rank()])
         return gradient[begin : begin + ctx.sizes[rank()]], None
+
+
+class _AverageGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        gradient = gradient.contiguous().clone()
+        dist.all_reduce(gradient)
+        return gradient / world_size()

@@ -1,4 +1,4 @@
-"""Which part of a feature dict belongs to which row: texts, images with and without a batch axis, markers."""
+"""The rows of a feature dict: which part of it is whose, some of them, those of several dicts together."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 # Models for images of any size flatten the patches: a grid tells each image's, a count each row's images.
@@ -68,6 +70,66 @@ def row_bounds(features: Mapping[str, Any], rows: int) -> dict[str, Sequence[int
             )
         bounds[key] = range(rows + 1)
     return bounds
+
+
+def select_rows(
+    features: Mapping[str, Any],
+    bounds: Mapping[str, Sequence[int]],
+    chosen: Sequence[int],
+    width: int | None = None,
+) -> dict[str, Any]:
+    """Some rows of every tensor; what is no tensor is passed on.
+
+    Args:
+        features: The features of a column.
+        bounds: What :func:`row_bounds` says of them.
+        chosen: The rows, in the order that is wanted.
+        width: Positions of a text that are kept; ``None`` for all.
+    """
+    mask = features.get("attention_mask")
+    shape = mask.shape if isinstance(mask, Tensor) and mask.ndim == 2 else None
+    selected = {}
+    for key, value in features.items():
+        if key not in bounds:
+            selected[key] = value
+            continue
+        starts = bounds[key]
+        index = [i for row in chosen for i in range(starts[row], starts[row + 1])]
+        if not index:  # rows without images
+            continue
+        part = value[torch.tensor(index, device=value.device)]
+        selected[key] = part[:, :width] if value.shape == shape else part
+    return selected
+
+
+def join_rows(columns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The rows of several columns, one column after the other, padded behind to the widest.
+
+    What only some of the columns have is left out, and what is no tensor is taken from the first.
+
+    Raises:
+        ValueError: If a tensor has other sizes in another column.
+    """
+    joined = {}
+    texts = [column["attention_mask"].shape for column in columns if "attention_mask" in column]
+    for key, value in columns[0].items():
+        values = [column.get(key) for column in columns]
+        if not isinstance(value, Tensor) or value.ndim == 0:
+            joined[key] = value
+            continue
+        if not all(isinstance(v, Tensor) for v in values):
+            continue
+        parts: list[Tensor] = values  # type: ignore[assignment] # checked above
+        if [part.shape for part in parts] == texts and value.ndim == 2:
+            width = max(part.shape[1] for part in parts)
+            parts = [F.pad(part, (0, width - part.shape[1])) for part in parts]
+        if len({part.shape[1:] for part in parts}) > 1:
+            raise ValueError(
+                f"Features: got {key!r} of shapes {[tuple(part.shape) for part in parts]} in columns of negatives, "
+                "expected the same sizes behind the rows. Give them as one column of lists, or use them all."
+            )
+        joined[key] = torch.cat(parts)
+    return joined
 
 
 def _length(value: object) -> int:

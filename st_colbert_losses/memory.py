@@ -1,4 +1,4 @@
-"""What a MoCo form remembers between steps: the queue, the momentum encoder, the steps."""
+"""What a MoCo form remembers between steps: the queue and the momentum encoder."""
 
 from __future__ import annotations
 
@@ -35,8 +35,6 @@ class Memory(nn.Module):
         owner, model = type(loss).__name__, loss.model
         self.check_encoder(loss, loss.live_documents)
         self.queue = DocumentQueue(loss.queue_size, loss.queue_dtype)
-        self.steps = 0
-        self.attached = False  # to the Trainer that is running
         twin = momentum_model
         if loss.momentum is None:
             twin = None
@@ -68,8 +66,7 @@ class Memory(nn.Module):
         return (tokens if loss.live_documents else tokens + fresh), fresh[:queued]
 
     def after_step(self, loss: Any, moved: set[int]) -> None:
-        """Count an optimizer step and move the momentum encoder, unless a loss that shares it has."""
-        self.steps += 1
+        """Move the momentum encoder after an optimizer step, unless a loss that shares it has."""
         if self.momentum_model is not None and id(self.momentum_model) not in moved:
             moved.add(id(self.momentum_model))
             settle(self.momentum_model, loss.model)
@@ -110,14 +107,13 @@ class Memory(nn.Module):
             )
 
     def get_extra_state(self) -> dict[str, Any]:
-        """The queue, the steps, and what the momentum encoder does not share with the model."""
+        """The queue, and what the momentum encoder does not share with the model."""
         twin = {} if self.momentum_model is None else self.momentum_model.state_dict()
         own = {name: value for name, value in twin.items() if name not in self._shared}
-        return {"queue": self.queue.state(), "steps": self.steps, "momentum_model": own}
+        return {"queue": self.queue.state(), "momentum_model": own}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         self.queue.load(state["queue"])
-        self.steps = state["steps"]
         if self.momentum_model is not None:
             shared = {name: p for name, p in self.momentum_model.state_dict().items() if name in self._shared}
             self.momentum_model.load_state_dict({**shared, **state["momentum_model"]})
@@ -125,6 +121,5 @@ class Memory(nn.Module):
     def forget(self, model: nn.Module) -> None:
         """Start again from the model as it is: an empty queue, and a momentum encoder equal to it."""
         self.queue.clear()
-        self.steps = 0
         if self.momentum_model is not None:
             follow(self.momentum_model, model, momentum=0.0)

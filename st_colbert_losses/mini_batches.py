@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from tqdm.auto import tqdm
 
 from st_colbert_losses.encoding import embed, needed_positions
-from st_colbert_losses.features import count_rows, row_bounds
+from st_colbert_losses.features import count_rows, row_bounds, select_rows
 from st_colbert_losses.tokens import Tokens
 
 
@@ -72,7 +72,7 @@ def embed_in_mini_batches(
             for chosen in plan:
                 part = features
                 if len(plan) > 1:
-                    part = _select(features, bounds, chosen, max(lengths[row] for row in chosen))
+                    part = select_rows(features, bounds, chosen, max(lengths[row] for row in chosen))
                 parts.append(replay.embed(part, is_query=i == 0))
                 bar.update()
             tokens.append(_join(parts, plan) if len(plan) > 1 else parts[0])
@@ -97,26 +97,6 @@ def _plan(lengths: Sequence[int], size: int | None, num_tokens: int | None) -> l
         plan.append(order[:n])
         order = order[n:]
     return plan[::-1]
-
-
-def _select(
-    features: Mapping[str, Any], bounds: Mapping[str, Sequence[int]], chosen: Sequence[int], width: int
-) -> dict[str, Any]:
-    """The chosen rows of every tensor, cut to ``width`` positions; what is no tensor is passed on."""
-    mask = features.get("attention_mask")
-    shape = mask.shape if isinstance(mask, Tensor) and mask.ndim == 2 else None
-    selected = {}
-    for key, value in features.items():
-        if key not in bounds:
-            selected[key] = value
-            continue
-        starts = bounds[key]
-        index = [i for row in chosen for i in range(starts[row], starts[row + 1])]
-        if not index:  # a mini-batch without images
-            continue
-        part = value[torch.tensor(index, device=value.device)]
-        selected[key] = part[:, :width] if value.shape == shape else part
-    return selected
 
 
 class Replay:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
 from typing import Any
 
@@ -14,22 +14,35 @@ from torch import nn
 from typing_extensions import TypedDict
 
 
-class Options(TypedDict, total=False):
+class CommonOptions(TypedDict, total=False):
     """Keyword arguments of all losses besides the temperature; :class:`LateInteractionLoss` explains each."""
 
-    normalize_scores: bool
     use_smooth_max: bool
     tau: float
     pos_aware_negative_filtering: bool
     filter_threshold: float
     filter_factor: float
+    filter_mode: str
+    filter_margin: float | None
+    filter_explicit: bool
+    filter_warmup_steps: int
     norm_tol: float
     mask_duplicate_documents: bool
+    negatives_per_step: int | None
+    learn_temperature: bool
+    matryoshka_dims: Sequence[int] | None
+    matryoshka_weights: Sequence[float] | None
     gather_across_devices: bool
 
 
-class MoCoOptions(Options, total=False):
-    """Keyword arguments of the MoCo forms.
+class Options(CommonOptions, total=False):
+    """Those, and whether scores are means: the losses differ in its default."""
+
+    normalize_scores: bool
+
+
+class MemoryOptions(TypedDict, total=False):
+    """Keyword arguments that the MoCo forms add.
 
     Args:
         queue_size: Documents that the queue holds, from 1.
@@ -60,6 +73,14 @@ class MoCoOptions(Options, total=False):
     show_progress_bar: bool
 
 
+class MoCoOptions(Options, MemoryOptions, total=False):
+    """Keyword arguments of the MoCo forms."""
+
+
+class MoCoCommonOptions(CommonOptions, MemoryOptions, total=False):
+    """Keyword arguments of a MoCo form that has its own default for ``normalize_scores``."""
+
+
 MEMORY_DEFAULTS: dict[str, Any] = {
     "queue_size": 1024,
     "momentum": 0.99,
@@ -86,7 +107,7 @@ def whole_signature(init: Callable[..., None], base: Callable[..., None]) -> ins
     common = inspect.signature(base).parameters
     whole = [p for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD]
     if len(whole) < len(parameters):
-        own = MEMORY_DEFAULTS if "MoCoOptions" in str(parameters[-1].annotation) else {}
+        own = MEMORY_DEFAULTS if "MoCo" in str(parameters[-1].annotation) else {}
         keyword = inspect.Parameter.KEYWORD_ONLY
         whole += [inspect.Parameter(name, keyword, default=default) for name, default in own.items()]
         named = {p.name for p in whole}
@@ -100,6 +121,11 @@ _ELSEWHERE = {
     "queue_size": "Use the MoCo form.",
     "in_batch_term_weight": "Use ColbertNegativeCELoss or ColbertPairwiseNegativeCELoss.",
     "bias": "Use ColbertSigmoidLoss.",
+    "learn_bias": "Use ColbertSigmoidLoss.",
+    "document_to_query_weight": "Use ColbertLoss or ColbertNegativeCELoss.",
+    "teacher_temperature": "Use ColbertDistillationLoss.",
+    "normalize_teacher_scores": "Use ColbertDistillationLoss.",
+    "contrastive_weight": "Use ColbertDistillationLoss.",
 }
 
 
@@ -119,11 +145,10 @@ def check_names(owner: str, given: Iterable[str], known: Iterable[str]) -> None:
             )
 
 
-def split_options(options: MoCoOptions) -> tuple[Options, dict[str, Any]]:
+def split_options(options: MoCoOptions | MoCoCommonOptions) -> tuple[Any, dict[str, Any]]:
     """What every loss takes (or refuses, as it does not know it), and what is the MoCo forms' own."""
-    own = MoCoOptions.__annotations__.keys() - Options.__annotations__.keys()
-    common: Any = {name: value for name, value in options.items() if name not in own}
-    return common, {name: value for name, value in options.items() if name in own}
+    common = {name: value for name, value in options.items() if name not in MEMORY_DEFAULTS}
+    return common, {name: value for name, value in options.items() if name in MEMORY_DEFAULTS}
 
 
 _Rule = tuple[Callable[[Any], bool], str, str]
@@ -141,6 +166,10 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _is_list(value: Any, valid: Callable[[Any], bool]) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) > 0 and all(valid(entry) for entry in value)
+
+
 def _count(remedy: str) -> _Rule:
     return (lambda value: value is None or (_is_count(value) and value >= 1), "a whole number from 1, or None", remedy)
 
@@ -154,7 +183,8 @@ _RULES: dict[str, _Rule] = {
     "temperature": (
         _POSITIVE,
         "a finite number above 0",
-        "Scores are means of cosines in [-1, 1]: 0.02 makes a softmax over them sharp, 1.0 a hinge on them smooth.",
+        "Scores are means of cosines in [-1, 1]: 0.02 makes a softmax over them sharp, 1.0 a hinge on them smooth. "
+        "learn_temperature=True trains it.",
     ),
     "tau": (
         _POSITIVE,
@@ -172,6 +202,39 @@ _RULES: dict[str, _Rule] = {
         "0.95 filters the negatives that score above 95 % of the positive.",
     ),
     "filter_factor": (_SHARE, "a number in [0, 1]", "0.5 halves the score of a filtered negative, 1 leaves it."),
+    "filter_mode": (
+        lambda value: value in ("damp", "mask"),
+        "'damp' or 'mask'",
+        "'damp' lowers the score of a filtered negative, 'mask' leaves it out.",
+    ),
+    "filter_margin": (
+        lambda value: value is None or _number(lambda m: math.isfinite(m) and m >= 0)(value),
+        "a finite number from 0, or None",
+        "0.05 filters the negatives that score above the positive less 0.05; None goes by filter_threshold.",
+    ),
+    "filter_warmup_steps": (
+        lambda value: _is_count(value) and value >= 0,
+        "a whole number from 0",
+        "0 filters from the first step.",
+    ),
+    "negatives_per_step": _count("It is how many of a row's explicit negatives are drawn for a step."),
+    "matryoshka_dims": (
+        lambda value: value is None or _is_list(value, lambda d: _is_count(d) and d >= 1),
+        "a list of whole numbers from 1, or None",
+        "[128, 64] trains the embeddings to be good at 128 and at 64 dimensions.",
+    ),
+    "matryoshka_weights": (
+        lambda value: value is None or _is_list(value, _number(lambda w: math.isfinite(w) and w > 0)),
+        "a list of finite numbers above 0, or None",
+        "Give one per entry of matryoshka_dims.",
+    ),
+    "document_to_query_weight": (_SHARE, "a number in [0, 1]", "0 is InfoNCE over documents, 0.5 CLIP's both ways."),
+    "teacher_temperature": (
+        _POSITIVE,
+        "a finite number above 0",
+        "1.0 takes the teacher's scores as they are; less makes them sharper.",
+    ),
+    "contrastive_weight": (_SHARE, "a number in [0, 1]", "0 is distillation alone, 1 InfoNCE alone."),
     "in_batch_term_weight": (
         _SHARE,
         "a number in [0, 1]",
@@ -208,6 +271,10 @@ _RULES: dict[str, _Rule] = {
     "use_smooth_max": _flag("True replaces the maximum by tau * logsumexp."),
     "pos_aware_negative_filtering": _flag("True lowers the negatives that score close to the positive."),
     "mask_duplicate_documents": _flag("False lets copies of the positive count as negatives."),
+    "filter_explicit": _flag("True filters a row's own explicit negatives too."),
+    "learn_temperature": _flag("True has the trainer's optimizer train it."),
+    "learn_bias": _flag("True has the trainer's optimizer train it."),
+    "normalize_teacher_scores": _flag("True moves each row's teacher scores to [0, 1]."),
     "gather_across_devices": _flag("True shares the documents of all processes as negatives."),
 }
 
@@ -223,3 +290,16 @@ def check_option(owner: str, name: str, value: object) -> None:
     valid, expected, remedy = _RULES[name]
     if not valid(value):
         raise ValueError(f"{owner}: got {name}={value!r}, expected {expected}. {remedy}")
+
+
+def check_fixed(owner: str, name: str, value: object, made: object) -> None:
+    """Refuse to change after construction what the optimizer was made for.
+
+    Raises:
+        ValueError: Saying who, got, expected and the remedy.
+    """
+    if value != made:
+        raise ValueError(
+            f"{owner}: got {name}={value!r} after construction, expected it to stay {made!r}: parameters are made "
+            "once, for an optimizer to find them. Make a new loss."
+        )

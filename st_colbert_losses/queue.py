@@ -53,11 +53,12 @@ class DocumentQueue:
     def clear(self) -> None:
         """Empty the queue."""
         self._pending: list[_Block] = []
+        self._clock = 0  # batches that were appended
         self._store: Tensor | None = None
         self._head = 0  # the row behind the newest document
         self._lent: object | None = None
-        # Of each document, the oldest first. Starts and lengths stay on the CPU.
-        self._starts = self._lengths = self._keys = self._labels = torch.zeros(0, dtype=torch.long)
+        # Of each document, the oldest first. Starts, lengths and when it came stay on the CPU.
+        self._starts = self._lengths = self._keys = self._labels = self._born = torch.zeros(0, dtype=torch.long)
 
     def enqueue(
         self,
@@ -95,9 +96,19 @@ class DocumentQueue:
         unknown = torch.full((len(mask),), NONE, device=mask.device)
         labels = unknown if documents.labels is None else documents.labels.to(unknown)
         keys = unknown if documents.keys is None else documents.keys.to(unknown)
-        block = _Block(vectors[mask].to(self.dtype or vectors.dtype), mask.sum(1).cpu(), keys, labels)
+        self._clock += 1
+        lengths = mask.sum(1).cpu()
+        block = _Block(
+            vectors[mask].to(self.dtype or vectors.dtype), lengths, keys, labels, torch.full_like(lengths, self._clock)
+        )
         if len(block.lengths):
             self._pending.append(block.newest(self.capacity))
+
+    @property
+    def mean_age(self) -> float:
+        """How many batches ago its documents came, on average; those of the last batch count 0."""
+        born = torch.cat([self._born, *(block.born for block in self._pending)])[-self.capacity :]
+        return float((self._clock - born).double().mean()) if len(born) else 0.0
 
     def column(self) -> Queued | None:
         """The documents as candidates that belong to no row, the oldest first; ``None`` while there are none."""
@@ -128,13 +139,15 @@ class DocumentQueue:
             "lengths": self._lengths,
             "keys": self._keys,
             "labels": self._labels,
+            "ages": self._clock - self._born,
         }
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Hold the documents of a state instead of its own, the newest if they are more than fit."""
         self.clear()
         if state:
-            block = _Block(state["vectors"], state["lengths"].cpu(), state["keys"], state["labels"])
+            born = -state["ages"].cpu()
+            block = _Block(state["vectors"], state["lengths"].cpu(), state["keys"], state["labels"], born)
             self._pending.append(block.newest(self.capacity))
 
     def _write(self) -> None:
@@ -158,11 +171,13 @@ class DocumentQueue:
             self._lengths = torch.cat([self._lengths, block.lengths])
             self._keys = torch.cat([self._keys.to(block.keys.device), block.keys])
             self._labels = torch.cat([self._labels.to(block.labels.device), block.labels])
+            self._born = torch.cat([self._born, block.born])
             self._tell()
 
     def _keep(self, documents: slice) -> None:
         self._starts, self._lengths = self._starts[documents], self._lengths[documents]
         self._keys, self._labels = self._keys[documents], self._labels[documents]
+        self._born = self._born[documents]
 
     def _room_for(self, tokens: int) -> int | None:
         """Where a block fits into the ring without touching a document, or ``None``."""
@@ -234,9 +249,9 @@ class _Block(NamedTuple):
     lengths: Tensor  # (N,) on the CPU
     keys: Tensor  # (N,)
     labels: Tensor  # (N,)
+    born: Tensor  # (N,) on the CPU: the batch in which it came
 
     def newest(self, documents: int) -> _Block:
         gone = max(0, len(self.lengths) - documents)
-        return _Block(
-            self.vectors[int(self.lengths[:gone].sum()) :], self.lengths[gone:], self.keys[gone:], self.labels[gone:]
-        )
+        first = int(self.lengths[:gone].sum())
+        return _Block(self.vectors[first:], *(of_each[gone:] for of_each in self[1:]))

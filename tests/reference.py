@@ -5,8 +5,9 @@ Written from the definitions, sharing no code with the package. Autograd through
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ class Row:
     query_ids: tuple[int, ...] | None = None
     document_ids: list[tuple[int, ...] | None] = field(default_factory=list)
     label: int | None = None
+    teacher: Sequence[float] | None = None  # of each document
 
 
 def maxsim(query: Tensor, document: Tensor, tau: float | None = None) -> Tensor:
@@ -65,10 +67,27 @@ def loss(
     filter_threshold: float = 0.95,
     filter_factor: float = 0.5,
     mask_duplicate_documents: bool = True,
-    in_batch_term_weight: float = 0.5,
-    bias: float = 0.0,
+    filter_mode: str = "damp",
+    filter_margin: float | None = None,
+    filter_explicit: bool = False,
+    matryoshka_dims: Sequence[int] | None = None,
+    matryoshka_weights: Sequence[float] | None = None,
+    document_to_query_weight: float = 0.0,
+    **of_the_objective: float,
 ) -> Tensor:
     """The mean loss of a batch."""
+    if matryoshka_dims is not None:
+        common = {key: value for key, value in locals().items() if key not in ("name", "rows", "queue")}
+        common |= {"matryoshka_dims": None, **common.pop("of_the_objective")}
+        weights = matryoshka_weights or [1.0] * len(matryoshka_dims)
+        total = torch.zeros((), dtype=torch.float64)
+        for width, weight in zip(matryoshka_dims, weights, strict=True):
+            narrow = [
+                replace(r, query=cut(r.query, width), documents=[cut(d, width) for d in r.documents]) for r in rows
+            ]
+            narrow_queue = [replace(d, tokens=cut(d.tokens, width)) for d in queue]
+            total = total + weight / sum(weights) * loss(name, narrow, narrow_queue, **common)
+        return total
 
     def score(row: Row, document: Tensor) -> Tensor:
         total = maxsim(row.query, document, tau if use_smooth_max else None)
@@ -101,10 +120,6 @@ def loss(
             if row.label is not None and queued.label == row.label:
                 continue
             pool.append(score(row, queued.tokens))
-        if pos_aware_negative_filtering:
-            p_value = float(positive.detach())
-            limit = p_value - abs(p_value) * (1 - filter_threshold)
-            pool = [s - abs(s) * (1 - filter_factor) if float(s.detach()) > limit else s for s in pool]
         hard = [
             score(row, document)
             for n, document in enumerate(row.documents)
@@ -116,19 +131,96 @@ def loss(
                 and row.document_ids[n] == row.document_ids[0]
             )
         ]
-        total = total + _row(name, positive, pool, hard, temperature, in_batch_term_weight, bias)
+        if pos_aware_negative_filtering:
+            p_value = float(positive.detach())
+            limit = p_value - (abs(p_value) * (1 - filter_threshold) if filter_margin is None else filter_margin)
+
+            def filtered(negatives: list[Tensor], limit: float = limit) -> list[Tensor]:
+                if filter_mode == "mask":
+                    return [s for s in negatives if float(s.detach()) <= limit]
+                return [s - abs(s) * (1 - filter_factor) if float(s.detach()) > limit else s for s in negatives]
+
+            pool, hard = filtered(pool), filtered(hard) if filter_explicit else hard
+        queries = None
+        if document_to_query_weight > 0:
+            queries = []
+            for other in rows:
+                if other is row or len(other.query) == 0 or len(row.documents[0]) == 0:
+                    continue
+                if is_copy(other, row.document_ids[0]) or (other.label is not None and other.label == row.label):
+                    continue
+                queries.append(score(other, row.documents[0]))
+        if name == "ColbertDistillationLoss":
+            own = [(score(row, d), t) for d, t in zip(row.documents[1:], row.teacher[1:], strict=True) if len(d)]
+            own = [(positive, row.teacher[0]), *own]
+            total = total + _distillation(own, pool, temperature, **of_the_objective)
+            continue
+        total = total + _row(
+            name, positive, pool, hard, queries, temperature, document_to_query_weight, **of_the_objective
+        )
     return total / len(rows)
 
 
-def _row(name: str, p: Tensor, pool: list[Tensor], hard: list[Tensor], t: float, w: float, bias: float) -> Tensor:
+def cut(tokens: Tensor, width: int) -> Tensor:
+    """The first dimensions of every token, of unit length again; at full width as they are."""
+    if width == tokens.shape[1]:
+        return tokens
+    return (
+        torch.stack([t[:width] / torch.sqrt((t[:width] * t[:width]).sum()) for t in tokens])
+        if len(tokens)
+        else (tokens[:, :width])
+    )
+
+
+def _cross_entropy(p: Tensor, others: list[Tensor], t: float) -> Tensor:
+    logits = [s / t for s in [p, *others]]
+    top = max(float(x.detach()) for x in logits)
+    # log1p of the other terms, as log(1 + tiny) loses them
+    rest = sum((torch.exp(x - p / t) for x in logits[1:]), 0 * p)
+    if float(rest.detach()) < 0.5:
+        return torch.log1p(rest)
+    return torch.log(sum(torch.exp(x - top) for x in logits)) + top - p / t
+
+
+def _distillation(
+    own: list[tuple[Tensor, float]],
+    pool: list[Tensor],
+    t: float,
+    teacher_temperature: float = 1.0,
+    normalize_teacher_scores: bool = True,
+    contrastive_weight: float = 0.0,
+) -> Tensor:
+    teacher = [float(score) for _, score in own]
+    if normalize_teacher_scores:
+        low, high = min(teacher), max(teacher)
+        teacher = [(x - low) / (high - low) if high > low else 0.0 for x in teacher]
+    weights = [math.exp((x - max(teacher)) / teacher_temperature) for x in teacher]
+    target = [w / sum(weights) for w in weights]
+    total = 0 * own[0][0]
+    for i, goal in enumerate(target):
+        # -log softmax of the i-th is the cross-entropy with it as the positive
+        others = [score for j, (score, _) in enumerate(own) if j != i]
+        total = total + goal * ((math.log(goal) if goal > 0 else 0.0) + _cross_entropy(own[i][0], others, t))
+    return (1 - contrastive_weight) * total + contrastive_weight * _cross_entropy(own[0][0], pool, t)
+
+
+def _row(
+    name: str,
+    p: Tensor,
+    pool: list[Tensor],
+    hard: list[Tensor],
+    queries: list[Tensor] | None,
+    t: float,
+    v: float,
+    in_batch_term_weight: float = 0.5,
+    bias: float = 0.0,
+) -> Tensor:
+    w = in_batch_term_weight
+
     def infonce() -> Tensor:
-        logits = [s / t for s in [p, *pool]]
-        top = max(float(x.detach()) for x in logits)
-        # log1p of the other terms, as log(1 + tiny) loses them
-        others = sum((torch.exp(x - p / t) for x in logits[1:]), 0 * p)
-        if float(others.detach()) < 0.5:
-            return torch.log1p(others)
-        return torch.log(sum(torch.exp(x - top) for x in logits)) + top - p / t
+        if queries is None:
+            return _cross_entropy(p, pool, t)
+        return (1 - v) * _cross_entropy(p, pool, t) + v * _cross_entropy(p, queries, t)
 
     def pairwise() -> Tensor:
         return softplus((max(pool) - p) / t) if pool else 0 * p

@@ -14,8 +14,8 @@ from torch import nn
 
 import st_colbert_losses
 from st_colbert_losses import ColbertLoss
-from st_colbert_losses.features import row_bounds
-from st_colbert_losses.mini_batches import _plan, _select
+from st_colbert_losses.features import row_bounds, select_rows
+from st_colbert_losses.mini_batches import _plan
 from tests.encoder import Encoder, batch
 from tests.models import PYLATE, tiny_model
 from tests.test_losses import NAMES
@@ -338,7 +338,7 @@ def test_images_without_a_batch_axis_are_cut_by_row(counts, data):
         "num_images_per_sample": torch.tensor(counts),
     }
     chosen = data.draw(st.permutations(range(len(counts))))[: data.draw(st.integers(1, len(counts)))]
-    part = _select(features, row_bounds(features, len(counts)), chosen, 1)
+    part = select_rows(features, row_bounds(features, len(counts)), chosen, 1)
     expected = [row for row in chosen for owner in owners if owner == row]
     if expected:
         assert part["pixel_values"][:, 0].tolist() == expected
@@ -355,10 +355,10 @@ def test_images_per_sample_without_a_grid():
         "pixel_values": torch.arange(4.0)[:, None],  # four images for four rows, but not one each
         "num_images_per_sample": torch.tensor([1, 0, 2, 1]),
     }
-    part = _select(features, row_bounds(features, 4), [2, 0], 1)
+    part = select_rows(features, row_bounds(features, 4), [2, 0], 1)
     assert part["pixel_values"][:, 0].tolist() == [1, 2, 0]
     with_mask = features | {"pixel_attention_mask": torch.ones(4, 1)}  # padded per row: one entry each
-    part = _select(with_mask, row_bounds(with_mask, 4), [2, 0], 1)
+    part = select_rows(with_mask, row_bounds(with_mask, 4), [2, 0], 1)
     assert part["pixel_values"][:, 0].tolist() == [2, 0]
 
 

@@ -23,6 +23,9 @@ NAMES = [
 ]
 
 
+BOTH_WAYS = {"ColbertLoss", "ColbertNegativeCELoss"}
+
+
 def build(name, **options):
     return getattr(st_colbert_losses, name)(Passthrough(), **options)
 
@@ -63,6 +66,15 @@ def documents(rows: int, columns: int, *lengths: int) -> list[list[int]]:
         },
         {"temperature": 0.3, "pos_aware_negative_filtering": True, "filter_threshold": 0.2, "filter_factor": 1.0},
         {"temperature": 0.3, "mask_duplicate_documents": False},
+        {"temperature": 0.3, "pos_aware_negative_filtering": True, "filter_mode": "mask", "filter_threshold": 0.5},
+        {
+            "temperature": 0.3,
+            "pos_aware_negative_filtering": True,
+            "filter_margin": 0.4,
+            "filter_explicit": True,
+        },
+        {"temperature": 0.3, "matryoshka_dims": [3, 2], "matryoshka_weights": [1.0, 0.5]},
+        {"temperature": 0.3, "matryoshka_dims": (2,)},
     ],
     ids=lambda options: ",".join(f"{k}={v}" for k, v in options.items()) or "defaults",
 )
@@ -76,6 +88,20 @@ def test_options(name, options):
 @pytest.mark.parametrize("weight", [0.0, 0.3, 1.0])
 def test_in_batch_term_weight(name, weight):
     check(name, make_batch([3, 2, 2], documents(3, 2)), temperature=0.2, in_batch_term_weight=weight)
+
+
+@pytest.mark.parametrize("name", ["ColbertLoss", "ColbertNegativeCELoss"])
+@pytest.mark.parametrize("weight", [0.3, 1.0])
+def test_both_ways(name, weight):
+    """Equal queries, copies, an empty query and an empty positive are nobody's negatives the other way round too."""
+    batch = make_batch(
+        [3, 2, 0, 2, 1],
+        documents(5, 2, 3, 2, 0, 1),
+        query_words=[1, 2, 3, 1, 4],
+        document_words=[[1, 2], [3, 4], [5, 6], [7, 8], [3, 9]],
+        labels=[0, 1, 2, 3, 2],
+    )
+    check(name, batch, temperature=0.2, document_to_query_weight=weight)
 
 
 @pytest.mark.parametrize("bias", [-0.5, 0.0, 0.4])
@@ -112,6 +138,11 @@ def test_any_batch(name, data):
         pos_aware_negative_filtering=data.draw(st.booleans()),
         filter_threshold=data.draw(st.sampled_from([0.3, 0.95])),
         mask_duplicate_documents=data.draw(st.booleans()),
+        filter_mode=data.draw(st.sampled_from(["damp", "mask"])),
+        filter_margin=data.draw(st.sampled_from([None, 0.0, 0.3])),
+        filter_explicit=data.draw(st.booleans()),
+        matryoshka_dims=data.draw(st.sampled_from([None, [3], [2, 3], [3, 2, 1]])),
+        **({"document_to_query_weight": data.draw(st.sampled_from([0.0, 0.5]))} if name in BOTH_WAYS else {}),
     )
 
 

@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset, DatasetDict
 from huggingface_hub.utils import filter_repo_objects
 
-from st_colbert_losses import ColbertLoss, MoCoColbertLoss, MoCoColbertSigmoidLoss
+from st_colbert_losses import ColbertLoss, ColbertSigmoidLoss, MoCoColbertLoss, MoCoColbertSigmoidLoss
 from tests.models import PYLATE, tiny_model
 from tests.test_trainers import ROWS, Arguments, WorldTrainer
 
@@ -28,6 +28,18 @@ def queue_and_encoder(model):
 
 def cached(model):
     return MoCoColbertSigmoidLoss(model, queue_size=9, momentum=0.7, live_documents=False, mini_batch_size=2)
+
+
+def learned(model):
+    """A temperature and a bias that the optimizer trains, and a filter that waits; no queue."""
+    return ColbertSigmoidLoss(
+        model,
+        temperature=0.1,
+        learn_temperature=True,
+        learn_bias=True,
+        pos_aware_negative_filtering=True,
+        filter_warmup_steps=SAVED + 1,
+    )
 
 
 def two_losses(model):
@@ -66,7 +78,7 @@ def run(build, folder: Path, *, resume: Path | None = None, accumulate: int = 1,
     )
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     memories = losses if isinstance(losses, dict) else {"": losses}
-    memories = {name: loss.memory.get_extra_state() for name, loss in memories.items() if loss.memory is not None}
+    memories = {name: loss.own_state() for name, loss in memories.items() if loss.remembers}
     return {name: p.detach().clone() for name, p in model.named_parameters()}, memories
 
 
@@ -85,14 +97,14 @@ def assert_equal(first, second) -> None:
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("build", [queue_and_encoder, cached, two_losses])
+@pytest.mark.parametrize("build", [queue_and_encoder, cached, learned, two_losses])
 def test_resume(build, accumulate, tmp_path):
     """From a checkpoint that was moved, with dropout and a fused optimizer."""
     whole = run(build, tmp_path / "whole", accumulate=accumulate)
     moved = tmp_path / "elsewhere" / f"checkpoint-{SAVED}"
     shutil.move(tmp_path / "whole" / f"checkpoint-{SAVED}", moved)
     assert_equal(whole, run(build, tmp_path / "resumed", resume=moved, accumulate=accumulate))
-    assert all(memory["steps"] == STEPS for memory in whole[1].values())
+    assert all(memory["_extra_state"]["steps"] == STEPS for memory in whole[1].values())
 
 
 def test_resume_without_the_file_says_so(tmp_path, caplog):
@@ -102,8 +114,8 @@ def test_resume_without_the_file_says_so(tmp_path, caplog):
     file.unlink()
     with caplog.at_level(logging.WARNING, "st_colbert_losses"):
         weights, memories = run(queue_and_encoder, tmp_path / "resumed", resume=checkpoint)
-    assert "the queue starts empty and the momentum encoder equal to the model" in caplog.text
-    assert memories[""]["steps"] == STEPS - SAVED
+    assert "so it starts anew: with an empty queue, a momentum encoder equal to the model" in caplog.text
+    assert memories[""]["_extra_state"]["steps"] == STEPS - SAVED
     assert any(not torch.equal(a, b) for a, b in zip(whole[0].values(), weights.values(), strict=True))
 
 
@@ -113,7 +125,7 @@ def test_a_second_training_goes_on_with_what_it_has(tmp_path):
     loss = queue_and_encoder(model)
     for steps in (STEPS, 2 * STEPS):
         run(lambda _: loss, tmp_path / str(steps))
-        assert loss.memory.attached is False
+        assert loss.attached is False
     assert len(list((tmp_path / str(STEPS) / f"checkpoint-{SAVED}").glob("_st_colbert_losses*"))) == 1
     assert len(list((tmp_path / str(2 * STEPS) / f"checkpoint-{SAVED}").glob("_st_colbert_losses*"))) == 1
 

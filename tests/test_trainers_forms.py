@@ -86,5 +86,5 @@ def test_moco_loss_falls(name: str, tmp_path: Path) -> None:
         model, loss, tmp_path, Dataset.from_dict({k: v[:3] for k, v in ROWS.items()}), max_steps=25, learning_rate=1e-2
     )
     assert len(loss.queue) == 16
-    assert loss.memory.steps == 25
+    assert loss.steps == 25
     assert sum(losses[-5:]) < 0.5 * sum(losses[:5]) or losses[-1] < 0.05

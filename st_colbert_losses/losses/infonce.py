@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 from typing_extensions import Unpack
 
@@ -29,10 +31,14 @@ class ColbertLoss(LateInteractionLoss):
         temperature: T, above 0. 0.02 (colpali-engine) makes the softmax over means of cosines sharp: a margin of 0.1
             is a logit of 5. For a temperature of PyLate or sentence-transformers, divide by the query tokens:
             1.0 at 32 tokens is 0.031.
+        document_to_query_weight: v, in [0, 1]: above 0 the loss is ``(1 - v)`` times the above and v times the same
+            the other way round, the cross-entropy of each positive's query among the queries of the batch. 0.5 is
+            CLIP's. Worth trying where documents are asked for by one query each, and batches are large.
         **options: See :class:`~st_colbert_losses.base.LateInteractionLoss`.
 
     References:
-        van den Oord et al. (2018), Contrastive Predictive Coding, https://arxiv.org/abs/1807.03748
+        van den Oord et al. (2018), Contrastive Predictive Coding, https://arxiv.org/abs/1807.03748; both ways: Radford
+        et al. (2021), CLIP, https://arxiv.org/abs/2103.00020
 
     Inputs:
         =======  ===============================================  ==========================
@@ -52,8 +58,19 @@ class ColbertLoss(LateInteractionLoss):
         0.3133
     """
 
-    def __init__(self, model: nn.Module, *, temperature: float = 0.02, **options: Unpack[Options]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        temperature: float = 0.02,
+        document_to_query_weight: float = 0.0,
+        **options: Unpack[Options],
+    ) -> None:
         super().__init__(model, infonce, temperature=temperature, **options)
+        self.document_to_query_weight = document_to_query_weight
+
+    def get_config_dict(self) -> dict[str, Any]:
+        return {**super().get_config_dict(), "document_to_query_weight": self.document_to_query_weight}
 
     @property
     def citation(self) -> str:
@@ -81,12 +98,13 @@ class CachedColbertLoss(ColbertLoss):
         model: nn.Module,
         *,
         temperature: float = 0.02,
+        document_to_query_weight: float = 0.0,
         mini_batch_size: int | None = 32,
         mini_batch_num_tokens: int | None = None,
         show_progress_bar: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        super().__init__(model, temperature=temperature, **options)
+        super().__init__(model, temperature=temperature, document_to_query_weight=document_to_query_weight, **options)
         self.mini_batch_size = mini_batch_size
         self.mini_batch_num_tokens = mini_batch_num_tokens
         self.show_progress_bar = show_progress_bar
@@ -105,7 +123,14 @@ class MoCoColbertLoss(ColbertLoss):
         He et al. (2020), https://arxiv.org/abs/1911.05722; Wang et al. (2020), https://arxiv.org/abs/1912.06798
     """
 
-    def __init__(self, model: nn.Module, *, temperature: float = 0.02, **options: Unpack[MoCoOptions]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        temperature: float = 0.02,
+        document_to_query_weight: float = 0.0,
+        **options: Unpack[MoCoOptions],
+    ) -> None:
         common, memory = split_options(options)
-        super().__init__(model, temperature=temperature, **common)
+        super().__init__(model, temperature=temperature, document_to_query_weight=document_to_query_weight, **common)
         self._remember(memory)

@@ -24,6 +24,7 @@ class ColbertNegativeCELoss(LateInteractionLoss):
         model: The model to train.
         temperature: T, above 0, of both terms.
         in_batch_term_weight: w, in [0, 1].
+        document_to_query_weight: As of :class:`ColbertLoss`, within the term on the batch.
         **options: See :class:`~st_colbert_losses.base.LateInteractionLoss`.
 
     References:
@@ -54,13 +55,16 @@ class ColbertNegativeCELoss(LateInteractionLoss):
         *,
         temperature: float = 0.02,
         in_batch_term_weight: float = 0.5,
+        document_to_query_weight: float = 0.0,
         **options: Unpack[Options],
     ) -> None:
         super().__init__(model, explicit_and_infonce, temperature=temperature, explicit_negatives=True, **options)
         self.in_batch_term_weight = in_batch_term_weight
+        self.document_to_query_weight = document_to_query_weight
 
     def get_config_dict(self) -> dict[str, Any]:
-        return {**super().get_config_dict(), "in_batch_term_weight": self.in_batch_term_weight}
+        own = ("in_batch_term_weight", "document_to_query_weight")
+        return {**super().get_config_dict(), **{name: getattr(self, name) for name in own}}
 
     @property
     def citation(self) -> str:
@@ -89,12 +93,19 @@ class CachedColbertNegativeCELoss(ColbertNegativeCELoss):
         *,
         temperature: float = 0.02,
         in_batch_term_weight: float = 0.5,
+        document_to_query_weight: float = 0.0,
         mini_batch_size: int | None = 32,
         mini_batch_num_tokens: int | None = None,
         show_progress_bar: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        super().__init__(model, temperature=temperature, in_batch_term_weight=in_batch_term_weight, **options)
+        super().__init__(
+            model,
+            temperature=temperature,
+            in_batch_term_weight=in_batch_term_weight,
+            document_to_query_weight=document_to_query_weight,
+            **options,
+        )
         self.mini_batch_size = mini_batch_size
         self.mini_batch_num_tokens = mini_batch_num_tokens
         self.show_progress_bar = show_progress_bar
@@ -119,8 +130,15 @@ class MoCoColbertNegativeCELoss(ColbertNegativeCELoss):
         *,
         temperature: float = 0.02,
         in_batch_term_weight: float = 0.5,
+        document_to_query_weight: float = 0.0,
         **options: Unpack[MoCoOptions],
     ) -> None:
         common, memory = split_options(options)
-        super().__init__(model, temperature=temperature, in_batch_term_weight=in_batch_term_weight, **common)
+        super().__init__(
+            model,
+            temperature=temperature,
+            in_batch_term_weight=in_batch_term_weight,
+            document_to_query_weight=document_to_query_weight,
+            **common,
+        )
         self._remember(memory)

@@ -32,6 +32,8 @@ class ColbertSigmoidLoss(LateInteractionLoss):
         temperature: T, above 0.
         bias: The score at which a pair is undecided, in units of a score. With many negatives and scores far above 0,
             as an untrained ColBERT has, a bias near the mean score starts the loss balanced.
+        learn_bias: Train the bias with the model: a parameter of the loss, as the difference to ``bias``. It moves by
+            about the learning rate a step, so start near the right one.
         **options: See :class:`~st_colbert_losses.base.LateInteractionLoss`.
 
     References:
@@ -56,13 +58,34 @@ class ColbertSigmoidLoss(LateInteractionLoss):
     """
 
     def __init__(
-        self, model: nn.Module, *, temperature: float = 0.02, bias: float = 0.0, **options: Unpack[Options]
+        self,
+        model: nn.Module,
+        *,
+        temperature: float = 0.02,
+        bias: float = 0.0,
+        learn_bias: bool = False,
+        **options: Unpack[Options],
     ) -> None:
         super().__init__(model, sigmoid, temperature=temperature, **options)
         self.bias = bias
+        self._learn("bias", learn_bias)
 
     def get_config_dict(self) -> dict[str, Any]:
-        return {**super().get_config_dict(), "bias": self.bias}
+        return {**super().get_config_dict(), "bias": self.bias, "learn_bias": self.learn_bias}
+
+    @property
+    def bias(self) -> float:
+        """The score at which a pair is undecided; a learned one as it is now."""
+        return self._now("bias")
+
+    @bias.setter
+    def bias(self, value: float) -> None:
+        self._start("bias", value)
+
+    @property
+    def learn_bias(self) -> bool:
+        """Whether the trainer's optimizer trains it."""
+        return "bias" in self.shifts
 
     @property
     def citation(self) -> str:
@@ -91,12 +114,13 @@ class CachedColbertSigmoidLoss(ColbertSigmoidLoss):
         *,
         temperature: float = 0.02,
         bias: float = 0.0,
+        learn_bias: bool = False,
         mini_batch_size: int | None = 32,
         mini_batch_num_tokens: int | None = None,
         show_progress_bar: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        super().__init__(model, temperature=temperature, bias=bias, **options)
+        super().__init__(model, temperature=temperature, bias=bias, learn_bias=learn_bias, **options)
         self.mini_batch_size = mini_batch_size
         self.mini_batch_num_tokens = mini_batch_num_tokens
         self.show_progress_bar = show_progress_bar
@@ -116,8 +140,14 @@ class MoCoColbertSigmoidLoss(ColbertSigmoidLoss):
     """
 
     def __init__(
-        self, model: nn.Module, *, temperature: float = 0.02, bias: float = 0.0, **options: Unpack[MoCoOptions]
+        self,
+        model: nn.Module,
+        *,
+        temperature: float = 0.02,
+        bias: float = 0.0,
+        learn_bias: bool = False,
+        **options: Unpack[MoCoOptions],
     ) -> None:
         common, memory = split_options(options)
-        super().__init__(model, temperature=temperature, bias=bias, **common)
+        super().__init__(model, temperature=temperature, bias=bias, learn_bias=learn_bias, **common)
         self._remember(memory)

@@ -1,0 +1,126 @@
+"""What a loss does inside a Trainer, without a word from the user: its state in checkpoints, its signals in the log.
+
+A Trainer saves the model and not the loss, and gives the loss no handle on itself. So at its first training forward a
+loss looks up the call stack for the Trainer that is running it and adds a callback, which writes the loss's own state
+into every checkpoint and puts its signals beside the loss into every log. If the Trainer resumed from a checkpoint,
+the state is read back at once.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sys
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from st_colbert_losses.distributed import rank, world_size
+from st_colbert_losses.signals import Signals
+
+logger = logging.getLogger("st_colbert_losses")
+
+
+class Attached(Protocol):
+    """What is attached: a loss."""
+
+    attached: bool
+    signals: Signals
+
+    @property
+    def remembers(self) -> bool:
+        """Whether it has a state to save."""
+
+    def own_state(self) -> dict[str, Any]:
+        """All that is not the model's."""
+
+    def load_own_state(self, state: dict[str, Any]) -> None:
+        """Go on from a state."""
+
+    def forget(self) -> None:
+        """Start again from the model as it is."""
+
+
+def attach(loss: Attached) -> None:
+    """Attach a loss, and all others of the Trainer that is calling, to that Trainer; restore them if it resumed."""
+    trainer, checkpoint = _find_trainer()
+    if trainer is None:
+        return
+    losses = getattr(trainer, "loss", None)
+    named: dict[str, Any] = dict(losses) if isinstance(losses, dict) else {"": losses}
+    if not any(value is loss for value in named.values()):  # inside another loss
+        named = {"": loss}
+    for name, other in named.items():
+        if not getattr(other, "attached", True):
+            _attach(trainer, checkpoint, other, name)
+
+
+def _attach(trainer: Any, checkpoint: str | None, loss: Attached, name: str) -> None:
+    loss.attached = True
+    # A file per loss of a dict and per process; the underscore keeps the Trainer from publishing it.
+    process = f"_rank{rank()}" if world_size() > 1 else ""
+    file = f"_st_colbert_losses{'_' if name else ''}{name}{process}.pt"
+    _add_callback(trainer, loss, file, f"{name}_" if name else "")
+    if checkpoint is None or not loss.remembers:
+        return
+    if Path(checkpoint, file).is_file():
+        device = next((p.device for p in loss.parameters()), None)  # type: ignore[attr-defined] # a module
+        loss.load_own_state(torch.load(Path(checkpoint, file), map_location=device, weights_only=True))
+        return
+    logger.warning(
+        "%s: resumed from %s, which has no %s, so it starts anew: with an empty queue, a momentum encoder equal to "
+        "the model, and what it learns itself at its first value.",
+        type(loss).__name__,
+        checkpoint,
+        file,
+    )
+    loss.forget()
+
+
+def _find_trainer() -> tuple[Any, str | None]:
+    """The innermost Trainer on the call stack, and the checkpoint that it resumed from.
+
+    Only the locals of ``Trainer.train`` are read: reading a frame's locals keeps them alive as long as the frame.
+    """
+    transformers = sys.modules.get("transformers")
+    frame = None if transformers is None else inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "train" and "resume_from_checkpoint" in frame.f_code.co_varnames:
+            found, resumed = frame.f_locals.get("self"), frame.f_locals.get("resume_from_checkpoint")
+            if transformers is not None and isinstance(found, transformers.Trainer):
+                return found, str(resumed) if isinstance(resumed, (str, Path)) else None
+        frame = frame.f_back
+    return None, None
+
+
+def _add_callback(trainer: Any, loss: Attached, file: str, prefix: str) -> None:
+    from transformers import TrainerCallback
+
+    class InTraining(TrainerCallback):
+        """Writes the loss's own state into every checkpoint, and its signals into every log of the training."""
+
+        attached_loss = loss
+
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if not loss.remembers:
+                return
+            folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+            folder.mkdir(parents=True, exist_ok=True)
+            torch.save(loss.own_state(), folder / file)
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            if not logs or "loss" not in logs:
+                return
+            signals = {prefix + name: value for name, value in loss.signals.read_means().items()}
+            logs.update(signals)
+            state.log_history[-1].update(signals)
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            loss.attached = False  # to look for a checkpoint at the next training
+
+    callbacks = trainer.callback_handler.callbacks
+    if any(getattr(callback, "attached_loss", None) is loss for callback in callbacks):
+        return
+    trainer.add_callback(InTraining())
+    callbacks.insert(0, callbacks.pop())  # before those that report the log
