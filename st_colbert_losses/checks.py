@@ -24,6 +24,11 @@ def check_model(owner: str, model: nn.Module) -> None:
             "GPUs. Start one process per GPU with 'accelerate launch' or 'torchrun', or show it one GPU with "
             "CUDA_VISIBLE_DEVICES=0."
         )
+    if any(_is_a("FullyShardedDataParallel", wrapper) for wrapper in _wrappers(model)):
+        raise ValueError(
+            f"{owner}: got a model in FullyShardedDataParallel, the first FSDP, expected the second or DDP: it hides "
+            "what the model is. Use torch.distributed.fsdp.fully_shard, 'fsdp_version: 2' in accelerate's config."
+        )
 
 
 def check_features(owner: str, sentence_features: object) -> list[dict[str, Any]]:
@@ -193,6 +198,11 @@ def check_replay(owner: str, model: nn.Module, features: Sequence[Mapping[str, A
     if not torch.is_grad_enabled():
         return
     needs = "needs the gradient of every parameter whole, in one backward"
+    if _is_sharded(model):
+        raise ValueError(
+            f"{owner}: got a model under fully_shard (FSDP2), expected DDP or one process: gradient caching {needs}. "
+            "Use DDP, or the loss without caching, which works with FSDP2."
+        )
     for wrapper in _wrappers(model):
         stage = getattr(wrapper, "zero_optimization_stage", None)
         if callable(stage) and stage() >= 2:
@@ -222,8 +232,13 @@ def check_replay(owner: str, model: nn.Module, features: Sequence[Mapping[str, A
         )
 
 
-def check_memory(owner: str, model: nn.Module) -> None:
+def check_memory(owner: str, model: nn.Module, follows: bool) -> None:
     """Refuse models whose optimizer steps cannot be followed.
+
+    Args:
+        owner: The name of the loss.
+        model: The model.
+        follows: Whether a momentum encoder is to follow it.
 
     Raises:
         ValueError: Saying who, got, expected and the remedy.
@@ -235,6 +250,20 @@ def check_memory(owner: str, model: nn.Module) -> None:
                 f"{owner}: got a DeepSpeed model with ZeRO stage {stage()}, expected no ZeRO: its optimizer steps on "
                 "partitions that the momentum encoder cannot follow. Use DDP, or a loss without queue."
             )
+    if follows and _is_sharded(model):
+        raise ValueError(
+            f"{owner}: got a model under fully_shard (FSDP2), expected whole parameters, as the momentum encoder has. "
+            "Use DDP, or momentum=None."
+        )
+
+
+def _is_a(name: str, module: Any) -> bool:
+    """By the name of a class, as to import the classes costs all who do not use them."""
+    return any(cls.__name__ == name for cls in type(module).__mro__)
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    return any(_is_a("FSDPModule", module) for module in model.modules())
 
 
 def _wrappers(model: Any) -> list[Any]:

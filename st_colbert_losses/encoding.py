@@ -89,10 +89,10 @@ def world_of(bare: nn.Module) -> Literal["pylate", "multi_vector_encoder", "plai
 
 
 def unwrap(model: nn.Module) -> Any:
-    """The model inside DistributedDataParallel and torch.compile wrappers, in any nesting; read attributes there."""
+    """The model inside wrappers of DDP, DeepSpeed and torch.compile, in any nesting; read attributes there."""
     bare: Any = model
     while True:
-        if isinstance(bare, nn.parallel.DistributedDataParallel):
+        if isinstance(bare, nn.parallel.DistributedDataParallel) or type(bare).__name__ == "DeepSpeedEngine":
             bare = bare.module
         elif hasattr(bare, "_orig_mod"):
             bare = bare._orig_mod

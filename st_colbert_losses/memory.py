@@ -34,6 +34,7 @@ class Memory(nn.Module):
         super().__init__()
         owner, model = type(loss).__name__, loss.model
         self.check_encoder(loss, loss.live_documents)
+        check_memory(owner, model, loss.momentum is not None)
         self.queue = DocumentQueue(loss.queue_size, loss.queue_dtype)
         twin = momentum_model
         if loss.momentum is None:
@@ -53,7 +54,7 @@ class Memory(nn.Module):
         Returns:
             The columns as they are scored; and the first document columns as they go into the queue, none if none do.
         """
-        check_memory(type(loss).__name__, loss.model)
+        check_memory(type(loss).__name__, loss.model, self.momentum_model is not None)
         queued = 0 if not loss.enqueue_batches else len(features) - 1 if loss.enqueue_negatives else 1
         tokens = loss.embed(loss.model, features if loss.live_documents else features[:1])
         twin = self.momentum_model
