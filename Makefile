@@ -43,7 +43,7 @@ bench-maxsim bench-cached bench-losses: bench-%: .venvs/bench/.ready
 
 .venvs/st/.train-ready: pyproject.toml | .venvs/st
 	@echo "Installing sentence-transformers 6 and what it trains with into .venvs/st (6 GB, a few minutes) ..."
-	.venvs/st/$(PIP_INSTALL) --editable ".[image,recipes]" "sentence-transformers>=6.2,<7"
+	.venvs/st/$(PIP_INSTALL) --editable ".[image,lora,recipes]" "sentence-transformers>=6.2,<7"
 	@touch $@
 
 # colpali-engine, one of the peers that the tests compare with, pins an older torch than world M has.
@@ -52,7 +52,7 @@ bench-maxsim bench-cached bench-losses: bench-%: .venvs/bench/.ready
 	@touch $@
 
 .venvs/st/.test-ready: .venvs/st/.train-ready
-	.venvs/st/$(PIP_INSTALL) --editable ".[image,dev]" "sentence-transformers>=6.2,<7"
+	.venvs/st/$(PIP_INSTALL) --editable ".[image,lora,dev]" "sentence-transformers>=6.2,<7"
 	@touch $@
 
 # The peers meet here: PyLate and colpali-engine without their pins, which would not admit sentence-transformers 6.

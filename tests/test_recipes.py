@@ -15,7 +15,7 @@ from transformers import BertConfig, BertModel, BertTokenizerFast
 from transformers import logging as transformers_logging
 
 import st_colbert_losses
-from training_recipes import bm25, command_line, retrieval_task, stdlib_docstrings, train
+from training_recipes import bm25, card, command_line, retrieval_task, stdlib_docstrings, train
 from training_recipes.stdlib_docstrings import load_pairs
 
 ROOT = Path(__file__).parents[1]
@@ -143,13 +143,13 @@ def test_own_name_is_cut_out(query: str, name: str, left: str):
 
 
 def test_negatives_are_other_training_documents():
-    splits = retrieval_task.embedded_splits()
+    splits = retrieval_task.embedded_splits("stdlib")
     rows = bm25.add_negatives(splits["train"])
-    assert rows.column_names == ["query", "positive", "negative"]
+    assert rows.column_names == ["query", "positive", "negative_1"]
     known = set(rows["positive"])
     for row in rows:
-        assert row["negative"] in known
-        assert bm25.overlap(row["negative"], row["positive"]) < bm25.SAME_DOCUMENT
+        assert row["negative_1"] in known
+        assert bm25.overlap(row["negative_1"], row["positive"]) < bm25.SAME_DOCUMENT
 
 
 def test_negatives_skip_copies_and_other_answers_to_the_query():
@@ -159,14 +159,14 @@ def test_negatives_skip_copies_and_other_answers_to_the_query():
             "positive": ["red apple one", "a red apple two", "red apple one pie", "blue sky three"],
         }
     )
-    negatives = bm25.add_negatives(rows)["negative"]
+    negatives = bm25.add_negatives(rows)["negative_1"]
     assert negatives[0] not in ("red apple one", "a red apple two")
     assert negatives[1] not in ("red apple one", "a red apple two")
 
 
 def test_negatives_of_documents_all_alike_are_refused():
     rows = Dataset.from_dict({"query": ["one", "two"], "positive": ["the same text", "the same text"]})
-    with pytest.raises(ValueError, match="no negative found"):
+    with pytest.raises(ValueError, match="0 of 1 negatives found"):
         bm25.add_negatives(rows)
 
 
@@ -196,7 +196,7 @@ def test_the_usage_that_is_printed_runs(tiny_bert: str, tmp_path: Path, capsys: 
 
 def test_evaluates_as_often_as_asked(tiny_bert: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     drawn = []
-    monkeypatch.setattr(train, "draw_curve", lambda history, *_: drawn.extend(history))
+    monkeypatch.setattr(card, "draw_curve", lambda history, *_: drawn.extend(history))
     train.main(["--model", tiny_bert, "--output_dir", str(tmp_path), *SHORT, "--max_steps", "3"])
     assert [entry["step"] for entry in drawn if any(key.endswith("ndcg@10") for key in entry)] == [0, 2, 3]
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import bm25s
 from datasets import Dataset
 
-DEPTH = 20  # candidates per query among which a negative is looked for
+DEPTH = 20  # candidates per query among which negatives are looked for, besides their number
 SAME_DOCUMENT = 0.8  # Jaccard overlap of words from which a candidate counts as another copy of the positive
 
 
@@ -31,8 +31,8 @@ def best_hits(queries: list[str], corpus: dict[str, str]) -> list[list[dict[str,
     ]
 
 
-def add_negatives(train: Dataset) -> Dataset:
-    """Add to every row the best BM25 document that does not answer its query, as the column `negative`.
+def add_negatives(train: Dataset, count: int = 1) -> Dataset:
+    """Add to every row the best BM25 documents that do not answer its query, as `negative_1` and so on.
 
     Candidates are the positives of the training rows themselves, nothing that is held out. Skipped are the row's own
     positive, the positives of rows with the same query, and copies of the positive (`SAME_DOCUMENT`).
@@ -43,16 +43,21 @@ def add_negatives(train: Dataset) -> Dataset:
     for query, positive in zip(queries, positives, strict=True):
         answers.setdefault(query, set()).add(positive)
 
-    negatives = []
-    for query, positive, ranked in zip(queries, positives, rank(queries, documents, DEPTH), strict=True):
+    negatives: list[list[str]] = []
+    for query, positive, ranked in zip(queries, positives, rank(queries, documents, DEPTH + count), strict=True):
         # Where BM25 has nothing left, any other document will do.
         candidates = chain((documents[number] for number, _ in ranked), documents)
-        wrong = (text for text in candidates if text not in answers[query])
-        negative = next((text for text in wrong if overlap(text, positive) < SAME_DOCUMENT), None)
-        if negative is None:
-            raise ValueError(f"no negative found for {query!r}: all training documents are like its positive")
-        negatives.append(negative)
-    return train.add_column("negative", negatives)
+        wrong = dict.fromkeys(text for text in candidates if text not in answers[query])
+        found = list(islice((text for text in wrong if overlap(text, positive) < SAME_DOCUMENT), count))
+        if len(found) < count:
+            raise ValueError(
+                f"{len(found)} of {count} negatives found for {query!r}: all other training documents are like its "
+                "positive; lower --num_negatives"
+            )
+        negatives.append(found)
+    for number, column in enumerate(zip(*negatives, strict=True), start=1):
+        train = train.add_column(f"negative_{number}", list(column))
+    return train
 
 
 def overlap(first: str, second: str) -> float:

@@ -192,6 +192,8 @@ def check(recipe: Recipe, args: TrainingArguments) -> None:
         value = getattr(recipe, flag, getattr(args, flag, None))
         if value is not None and not value >= least:  # also where it is nan
             fail(f"--{flag} is {value}; it must be at least {least}")
+    if recipe.lora and recipe.world != "st":
+        fail("--lora needs --world st")
     if recipe.negatives not in ("bm25", "mined"):
         fail(f"unknown --negatives {recipe.negatives!r}; choose bm25 or mined")
     for flag in ("loss_arguments", "model_arguments", "lora"):

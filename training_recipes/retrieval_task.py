@@ -1,17 +1,28 @@
-"""What a recipe trains and is measured on: training pairs, two sets of held-out queries, one corpus for them all."""
+"""What a recipe trains and is measured on: training rows, two sets of queries with judgements, one corpus for all.
+
+Documents are texts or page images, whatever the dataset holds.
+"""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
+from io import BytesIO
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
-from datasets import Dataset, DatasetDict, load_dataset
+from datasets import Dataset, DatasetDict, Image, get_dataset_config_names, load_dataset, load_from_disk
 
 from training_recipes.stdlib_docstrings import load_pairs
 
-EMBEDDED = "Python standard library docstrings"
+EMBEDDED = {
+    "stdlib": "Python standard library docstrings",
+    "stdlib-pages": "Python standard library docstrings as page images, queried as in training",
+}
 QUERY_COLUMNS = ("query", "anchor", "question")
-POSITIVE_COLUMNS = ("positive", "document", "answer")
+POSITIVE_COLUMNS = ("positive", "document", "image", "answer")
 DEV_SPLITS = ("dev", "validation", "eval")
 HELD_OUT_SHARE, HELD_OUT_ROWS = 0.1, 500  # per held-out split, where a dataset brings none: a tenth, at most 500
 
@@ -30,17 +41,19 @@ class RetrievalTask:
 
     Attributes:
         name: What the model card calls it.
-        train: Columns `query`, `positive` and, where the data has them, `negative...`, in this order.
+        train: Columns `query`, `positive` and, where the data has them, `negative...` and `scores`, in this order.
         dev: Queries for tuning and for the training curve.
         test: Queries for the closing comparison; nothing is chosen by them.
-        corpus: Texts by document id, shortest first: neighbours are of like length, so little is padded.
+        corpus: Texts or images by document id; texts shortest first, so that neighbours need little padding.
+        pages: Whether documents are page images.
     """
 
     name: str
     train: Dataset
     dev: HeldOut
     test: HeldOut
-    corpus: dict[str, str]
+    corpus: dict[str, Any]
+    pages: bool
 
 
 def load_task(
@@ -50,44 +63,55 @@ def load_task(
     max_train_pairs: int | None = None,
     max_queries: int | None = None,
     max_documents: int | None = None,
+    num_negatives: int | None = None,
 ) -> RetrievalTask:
-    """Load the embedded task, or any dataset of pairs or triplets.
+    """Load an embedded task, or any dataset of pairs or triplets.
 
     Args:
-        name: `stdlib` or None for the embedded task; else a Hub id (`user/name` or `user/name:config`), a folder, or a
-            csv, json, jsonl or parquet file. Rows need a column named query, anchor or question and one named
-            positive, document or answer; columns whose names start with negative are kept.
+        name: `stdlib` or None, `stdlib-pages`; else a Hub id (`user/name` or `user/name:config`), a folder, or a csv,
+            json, jsonl or parquet file. Rows need a column named query, anchor or question and one named positive,
+            document, image or answer; columns whose names start with negative are kept, lists in them spread.
         seed: Decides which rows are held out where the dataset has no test or dev split.
         max_train_pairs: Train on the first so many rows.
         max_queries: Evaluate the first so many queries of each held-out split.
         max_documents: Retrieve from so many documents; those relevant to a held-out query are always among them.
+        num_negatives: Keep the first so many negatives of each row.
 
     Raises:
         ValueError: A column is missing, or a split is empty.
     """
     name = name or "stdlib"
-    splits = embedded_splits() if name == "stdlib" else named_splits(name, seed)
+    splits = embedded_splits(name) if name in EMBEDDED else named_splits(name, seed, num_negatives)
     for part, rows in splits.items():
         if not len(rows):
             raise ValueError(f"the {part} split of {name!r} is empty; every split needs rows")
     train = splits["train"].take(min(max_train_pairs or len(splits["train"]), len(splits["train"])))
     dev, test = (rows.take(min(max_queries or len(rows), len(rows))) for rows in (splits["dev"], splits["test"]))
 
-    relevant = list(dict.fromkeys([*test["positive"], *dev["positive"]]))
-    documents = dict.fromkeys(relevant)
-    for rows in splits.values():
-        for column in rows.column_names[1:]:
-            documents.update(dict.fromkeys(rows[column]))
-    kept = list(documents)[: max(max_documents, len(relevant)) if max_documents else None]
-    ids = {text: f"d{number}" for number, text in enumerate(sorted(kept, key=lambda text: (len(text), text)))}
-    corpus = {number: text for text, number in ids.items()}
-    return RetrievalTask(
-        EMBEDDED if name == "stdlib" else name, train, held_out(dev, ids), held_out(test, ids), corpus
-    )
+    documents = dict(documents_of(test, "positive")) | dict(documents_of(dev, "positive"))
+    for key, document in (
+        pair
+        for rows in splits.values()
+        for column in rows.column_names
+        if column.startswith(("positive", "negative"))
+        for pair in documents_of(rows, column)
+    ):
+        if max_documents is not None and len(documents) >= max_documents:
+            break
+        documents.setdefault(key, document)
+    pages = is_image(train, "positive")
+    keys = list(documents) if pages else sorted(documents, key=lambda text: (len(text), text))
+    ids = {key: f"d{number}" for number, key in enumerate(keys)}
+    corpus = {ids[key]: documents[key] for key in keys}
+    return RetrievalTask(EMBEDDED.get(name, name), train, held_out(dev, ids), held_out(test, ids), corpus, pages)
 
 
-def embedded_splits() -> dict[str, Dataset]:
-    """Return the docstring pairs of `stdlib_docstrings`, one dataset per split."""
+def embedded_splits(name: str) -> dict[str, Dataset]:
+    """Return one of the tasks that need no download, one dataset per split."""
+    if name == "stdlib-pages":  # too few to learn to read from: what is asked is whether they are learnt by heart
+        from training_recipes.stdlib_pages import load_pages
+
+        return dict.fromkeys(("train", "dev", "test"), load_pages())
     return {
         part: Dataset.from_list(
             [{"query": pair.query, "positive": pair.document} for pair in load_pairs() if pair.split == part]
@@ -96,17 +120,11 @@ def embedded_splits() -> dict[str, Dataset]:
     }
 
 
-def named_splits(name: str, seed: int) -> dict[str, Dataset]:
+def named_splits(name: str, seed: int, num_negatives: int | None) -> dict[str, Dataset]:
     """Load a dataset by name; hold out rows for dev and test where it has no such splits."""
-    path = Path(name)
-    if path.is_file():
-        kind = {"jsonl": "json"}.get(path.suffix[1:], path.suffix[1:])
-        loaded = load_dataset(kind, data_files=name)
-    else:
-        hub_id, _, config = name.partition(":")
-        loaded = load_dataset(hub_id, config or None)
-    loaded = DatasetDict({part: with_our_columns(rows, name) for part, rows in loaded.items()})
-
+    loaded = DatasetDict(
+        {part: with_our_columns(rows, name, num_negatives) for part, rows in read_dataset(name).items()}
+    )
     train = loaded.get("train", next(iter(loaded.values())))
     dev = next((loaded[part] for part in DEV_SPLITS if part in loaded), None)
     test = loaded.get("test")
@@ -122,7 +140,19 @@ def named_splits(name: str, seed: int) -> dict[str, Dataset]:
     return {"train": train, **parts}
 
 
-def with_our_columns(rows: Dataset, name: str) -> Dataset:
+def read_dataset(name: str, config: str | None = None) -> DatasetDict:
+    """Load all splits of a file, a folder (also one that `save_to_disk` wrote) or a Hub id."""
+    path = Path(name)
+    if path.is_file():
+        return load_dataset({"jsonl": "json"}.get(path.suffix[1:], path.suffix[1:]), data_files=name)
+    if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+        saved = load_from_disk(name)
+        return saved if isinstance(saved, DatasetDict) else DatasetDict(train=saved)
+    hub_id, _, named = name.partition(":")
+    return load_dataset(hub_id, config or named or None)
+
+
+def with_our_columns(rows: Dataset, name: str, num_negatives: int | None) -> Dataset:
     """Select and rename the columns: PyLate goes by names, the losses by order."""
     query = next((column for column in QUERY_COLUMNS if column in rows.column_names), None)
     positive = next((column for column in POSITIVE_COLUMNS if column in rows.column_names), None)
@@ -131,18 +161,120 @@ def with_our_columns(rows: Dataset, name: str) -> Dataset:
             f"dataset {name!r} has the columns {', '.join(rows.column_names) or 'none'}; expected one of "
             f"{'/'.join(QUERY_COLUMNS)}, one of {'/'.join(POSITIVE_COLUMNS)} and optionally negative..."
         )
+    scores = [column for column in ("scores",) if column in rows.column_names]
     negatives = [column for column in rows.column_names if column.startswith("negative")]
-    return (
-        rows.select_columns([query, positive, *negatives])
-        .rename_columns({query: "query", positive: "positive"} | {column: column for column in negatives})
-        .filter(lambda row: bool(row["query"]) and bool(row["positive"]))
+    rows = rows.select_columns([query, positive, *negatives, *scores])
+    rows = rows.rename_columns({query: "query", positive: "positive"} | {column: column for column in negatives})
+    texts = ["query"] if is_image(rows, "positive") else ["query", "positive"]
+    rows = rows.filter(lambda *values: all(values), input_columns=texts)
+    for column in negatives:
+        if len(rows) and isinstance(rows[0][column], list):
+            rows = spread(rows, column, name, num_negatives)
+    kept = [column for column in rows.column_names if column.startswith("negative")][:num_negatives]
+    return rows.select_columns(["query", "positive", *kept, *scores])
+
+
+def spread(rows: Dataset, column: str, name: str, count: int | None) -> Dataset:
+    """Turn a column of lists into numbered columns: sentence-transformers 6 takes one document per column."""
+    shortest = min(map(len, rows[column]))
+    if shortest < (count or 1):
+        raise ValueError(
+            f"column {column!r} of dataset {name!r} has rows with {shortest} negatives; lower --num_negatives or drop "
+            "those rows"
+        )
+    names = [f"negative_{number}" for number in range(1, (count or shortest) + 1)]
+    return rows.map(
+        lambda values: dict(zip(names, values, strict=False)), input_columns=[column], remove_columns=[column]
     )
+
+
+def is_image(rows: Dataset, column: str) -> bool:
+    """Tell whether a column holds images."""
+    return isinstance(rows.features[column], Image)
+
+
+def documents_of(rows: Dataset, column: str) -> Iterator[tuple[str, Any]]:
+    """Yield the documents of a column, each after what tells it from others: the text itself, or a file's digest."""
+    if not is_image(rows, column):
+        yield from ((text, text) for text in rows[column])
+        return
+    from PIL import Image as Picture
+
+    for row in rows.select_columns([column]).cast_column(column, Image(decode=False)):
+        data = row[column]["bytes"] or Path(row[column]["path"]).read_bytes()
+        yield hashlib.sha1(data, usedforsecurity=False).hexdigest(), Picture.open(BytesIO(data))  # decoded when used
 
 
 def held_out(rows: Dataset, ids: dict[str, str]) -> HeldOut:
     """Turn rows into queries and judgements; equal queries share one entry and all their positives."""
     relevant: dict[str, set[str]] = {}
-    for query, positive in zip(rows["query"], rows["positive"], strict=True):
-        relevant.setdefault(query, set()).add(ids[positive])
+    for query, (key, _) in zip(rows["query"], documents_of(rows, "positive"), strict=True):
+        relevant.setdefault(query, set()).add(ids[key])
     numbered = {f"q{number}": query for number, query in enumerate(relevant)}
     return HeldOut(numbered, {number: relevant[query] for number, query in numbered.items()})
+
+
+def load_judged(name: str, *, max_queries: int | None = None, max_documents: int | None = None) -> RetrievalTask:
+    """Load a set of queries, documents and judgements in the layout of BEIR, as which most benchmarks are published.
+
+    Args:
+        name: A Hub id, or a folder, with the configurations (or files) `corpus`, `queries` and `qrels`; columns are
+            found under the names in use, such as `_id`, `corpus-id` or `corpus_id`.
+        max_queries: Keep the first so many judged queries.
+        max_documents: Keep so many documents, the relevant ones first.
+
+    Raises:
+        ValueError: A part or a column is missing.
+    """
+    parts = {part: judged_part(name, part) for part in ("queries", "corpus", "qrels")}
+    relevant: dict[str, set[str]] = {}
+    ids = [column_of(parts["qrels"], name, *names) for names in (QUERY_IDS, DOCUMENT_IDS)]
+    for row in parts["qrels"]:
+        if row.get("score", 1) > 0:
+            relevant.setdefault(str(row[ids[0]]), set()).add(str(row[ids[1]]))
+    key, text = column_of(parts["queries"], name, *IDS, *QUERY_IDS), column_of(parts["queries"], name, "text", "query")
+    found = ((str(row[key]), row[text]) for row in parts["queries"] if str(row[key]) in relevant)
+    queries = dict(islice(found, max_queries))
+    relevant = {number: relevant[number] for number in queries}
+
+    rows = parts["corpus"]
+    key, content = column_of(rows, name, *IDS, *DOCUMENT_IDS), column_of(rows, name, "text", "image")
+    wanted = set().union(*relevant.values())
+    others = [str(number) for number in rows[key] if str(number) not in wanted]
+    kept = wanted | set(others[: max(0, max_documents - len(wanted))] if max_documents else others)
+    titles = rows["title"] if "title" in rows.column_names and content == "text" else [""] * len(rows)
+    documents = zip(rows[key], titles, (document for _, document in documents_of(rows, content)), strict=True)
+    corpus = {
+        str(number): f"{title} {document}".strip() if content == "text" else document
+        for number, title, document in documents
+        if str(number) in kept
+    }
+    if not queries or not corpus:
+        raise ValueError(f"dataset {name!r} has {len(queries)} judged queries and {len(corpus)} documents; needs both")
+    held = HeldOut(queries, relevant)
+    return RetrievalTask(name, Dataset.from_dict({}), held, held, corpus, content == "image")
+
+
+IDS = ("_id", "id")
+QUERY_IDS, DOCUMENT_IDS = ("query-id", "query_id"), ("corpus-id", "corpus_id", "document_id", "doc_id")
+
+
+def judged_part(name: str, part: str) -> Dataset:
+    """Load the queries, the corpus or the judgements of a set in the layout of BEIR."""
+    files = [file for pattern in (f"{part}.*", f"{part}/*") for file in sorted(Path(name).glob(pattern))]
+    if files:
+        kind = {"jsonl": "json", "tsv": "csv"}.get(files[0].suffix[1:], files[0].suffix[1:])
+        options = {"delimiter": "\t"} if files[0].suffix == ".tsv" else {}
+        return load_dataset(kind, data_files={"test": list(map(str, files))}, split="test", **options)
+    if part == "qrels" and part not in get_dataset_config_names(name):
+        part = "default"
+    splits = read_dataset(name, part)
+    return splits.get("test", next(iter(splits.values())))
+
+
+def column_of(rows: Dataset, name: str, *names: str) -> str:
+    """Return the first of some names that a column has."""
+    for column in names:
+        if column in rows.column_names:
+            return column
+    raise ValueError(f"dataset {name!r} has the columns {', '.join(rows.column_names)}; expected {' or '.join(names)}")

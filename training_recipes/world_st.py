@@ -15,7 +15,17 @@ from sentence_transformers.multi_vector_encoder.evaluation import MultiVectorInf
 from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator as DenseEvaluator
 from torch import nn
 
-__all__ = ["USAGE", "DenseEvaluator", "Evaluator", "TrainingArguments", "load_model", "make_trainer"]
+__all__ = [
+    "PAGE_USAGE",
+    "USAGE",
+    "DenseEvaluator",
+    "Evaluator",
+    "TrainingArguments",
+    "add_adapters",
+    "load_model",
+    "make_trainer",
+    "merge_adapters",
+]
 
 Evaluator = MultiVectorInformationRetrievalEvaluator
 
@@ -27,6 +37,14 @@ queries = model.encode_query(["where am I?"])
 documents = model.encode_document(["Return the current working directory.", "Remove a file or an empty folder."])
 print(model.similarity(queries, documents))"""
 
+PAGE_USAGE = """\
+from PIL import Image
+from sentence_transformers import MultiVectorEncoder
+
+model = MultiVectorEncoder({path!r})
+pages = [Image.new("RGB", (336, 448), colour) for colour in ("white", "gray")]  # or Image.open("page.png")
+print(model.similarity(model.encode_query(["where am I?"]), model.encode_document(pages)))"""
+
 
 @dataclass
 class TrainingArguments(MultiVectorEncoderTrainingArguments):
@@ -36,20 +54,49 @@ class TrainingArguments(MultiVectorEncoderTrainingArguments):
 
 
 def load_model(
-    name: str, query_length: int, document_length: int, query_expansion: bool | None, **arguments: Any
+    name: str, query_length: int | None, document_length: int | None, query_expansion: bool | None, **arguments: Any
 ) -> MultiVectorEncoder:
     """Load a multi-vector model, or make one from an encoder by adding a random projection to 128 dimensions."""
     model = MultiVectorEncoder(name, **arguments)
     transformer = model[0]
-    transformer.document_length = document_length
+    if document_length is not None:
+        transformer.document_length = document_length
     if query_expansion is not None:
         fixed = {"strategy": "fixed", "attend": False, "length": query_length}
         transformer.query_expansion = fixed if query_expansion else None
-    if transformer.query_expansion is None:  # an expansion has a length of its own
+    if query_length is not None and transformer.query_expansion is None:  # an expansion has a length of its own
         transformer.query_length = query_length
     return model
 
 
+def add_adapters(model: MultiVectorEncoder, arguments: dict[str, Any]) -> None:
+    """Freeze the model and train LoRA adapters in it.
+
+    Through peft itself: the model's own `add_adapter` asks for a version of it that is not published.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    model[0].model = get_peft_model(model[0].model, LoraConfig(**arguments))
+
+
+def merge_adapters(model: MultiVectorEncoder) -> None:
+    """Add the adapters to the weights that they adapt: a model like any other, to load without peft."""
+    model[0].model = model[0].model.merge_and_unload()
+
+
+class Trainer(MultiVectorEncoderTrainer):
+    """Resumes with adapters, which a checkpoint holds alone, without the model that they adapt."""
+
+    def _load_from_checkpoint(self, checkpoint_path: str) -> None:
+        model = self.model[0].model
+        if hasattr(model, "peft_config"):
+            from peft import load_peft_weights, set_peft_model_state_dict
+
+            set_peft_model_state_dict(model, load_peft_weights(checkpoint_path, device=str(self.model.device)))
+        else:
+            super()._load_from_checkpoint(checkpoint_path)
+
+
 def make_trainer(model: MultiVectorEncoder, args: TrainingArguments, train: Dataset, loss: nn.Module, **options):
     """Return the trainer; its collator takes the first column as the query, all others as documents."""
-    return MultiVectorEncoderTrainer(model=model, args=args, train_dataset=train, loss=loss, **options)
+    return Trainer(model=model, args=args, train_dataset=train, loss=loss, **options)
