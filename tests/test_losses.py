@@ -139,7 +139,7 @@ def test_any_batch(name, data):
         filter_threshold=data.draw(st.sampled_from([0.3, 0.95])),
         mask_duplicate_documents=data.draw(st.booleans()),
         filter_mode=data.draw(st.sampled_from(["damp", "mask"])),
-        filter_margin=data.draw(st.sampled_from([None, 0.0, 0.3])),
+        filter_margin=data.draw(st.sampled_from([None, 0.05, 0.3])),
         filter_explicit=data.draw(st.booleans()),
         matryoshka_dims=data.draw(st.sampled_from([None, [3], [2, 3], [3, 2, 1]])),
         **({"document_to_query_weight": data.draw(st.sampled_from([0.0, 0.5]))} if name in BOTH_WAYS else {}),

@@ -79,9 +79,9 @@ def trainer_for(
     )
 
 
-def train(model: nn.Module, loss: Any, folder: Path, data: Any, **options: Any) -> list[float]:
+def train(model: nn.Module, loss: Any, folder: Path, data: Any, evaluation: Any = None, **options: Any) -> list[float]:
     """Train and return the loss of every step."""
-    trainer = trainer_for(model, loss, folder, data, **options)
+    trainer = trainer_for(model, loss, folder, data, evaluation, **options)
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
