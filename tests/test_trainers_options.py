@@ -92,7 +92,7 @@ def test_signals_of_a_dict_of_losses_bear_its_names(tmp_path: Path) -> None:
         model,
         losses,
         tmp_path,
-        DatasetDict(one=DATA, two=DATA),
+        DatasetDict(one=DATA, two=Dataset.from_dict(ROWS)),
         num_train_epochs=1,
         max_steps=-1,
         per_device_train_batch_size=2,
