@@ -33,7 +33,7 @@ from torch import Tensor, nn
 MINI_BATCH = 16
 LARGE = 512  # a batch whose memory alone is measured
 QUERY_TOKENS, SHORTEST, LONGEST = 32, 20, 180
-HEADING = "## Gradient caching"
+HEADING, END = "## Gradient caching", "<!-- end of gradient caching -->"
 PAGE = Path("docs/benchmarks.md")
 METHODS = ["ours direct", "ours cached", "ours cached, unsorted", "PyLate cached", "ST cached"]
 
@@ -261,10 +261,10 @@ def report(results: dict[str, Any]) -> str:
 def write_section(heading: str, section: str) -> None:
     """Put a section into docs/benchmarks.md in place of its last version."""
     text = PAGE.read_text(encoding="utf-8") if PAGE.exists() else "# Benchmarks\n\n"
-    before, found, rest = text.partition(heading + "\n")
-    after = rest[rest.index("\n## ") + 1 :] if found and "\n## " in rest else ""
+    before, _, rest = text.partition(heading + "\n")
+    _, _, after = rest.partition(END)  # what was written by hand stays
     PAGE.parent.mkdir(exist_ok=True)
-    PAGE.write_text(before.rstrip() + "\n\n" + section + ("\n" + after if after else ""), encoding="utf-8")
+    PAGE.write_text(f"{before.rstrip()}\n\n{section}\n{END}{after}", encoding="utf-8")
 
 
 def versions() -> dict[str, str]:
