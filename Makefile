@@ -2,6 +2,7 @@
 # make test    run the whole suite in both worlds
 # make lint    style, formatting and types
 # make bench-maxsim, bench-cached, bench-losses    speed and memory next to the peers (docs/benchmarks.md)
+# make bench-all-reduces, bench-scaling            what several processes send each other (docs/scaling.md)
 #
 # Each world has an environment of its own, .venvs/pylate and .venvs/st: PyLate and sentence-transformers 6 cannot be
 # installed together. They are made where missing and brought up to date when pyproject.toml changes.
@@ -17,7 +18,7 @@ ifeq ($(filter $(WORLD),pylate st),)
 $(error unknown WORLD '$(WORLD)'; choose pylate or st)
 endif
 
-.PHONY: train test lint bench-maxsim bench-cached bench-losses clean
+.PHONY: train test lint bench-maxsim bench-cached bench-losses bench-all-reduces bench-scaling clean
 
 train: .venvs/$(WORLD)/.train-ready
 	.venvs/$(WORLD)/bin/python -m training_recipes.train --world $(WORLD) --loss $(LOSS) $(ARGS)
@@ -33,8 +34,8 @@ lint: .venvs/st/.test-ready
 	.venvs/st/bin/ruff format --check .
 	.venvs/st/bin/mypy
 
-bench-maxsim bench-cached bench-losses: bench-%: .venvs/bench/.ready
-	.venvs/bench/bin/python -m benchmarks.$* $(ARGS)
+bench-maxsim bench-cached bench-losses bench-all-reduces bench-scaling: bench-%: .venvs/bench/.ready
+	.venvs/bench/bin/python -m benchmarks.$(subst -,_,$*) $(ARGS)
 
 .venvs/pylate/.train-ready: pyproject.toml | .venvs/pylate
 	@echo "Installing PyLate and what it trains with into .venvs/pylate (5 GB, a few minutes) ..."
