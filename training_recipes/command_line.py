@@ -69,7 +69,9 @@ class Recipe:
     loss_arguments: str = field(default="{}", metadata={"help": "further arguments of the loss, as a JSON object"})
     model: str = field(
         default="minilm",
-        metadata={"help": "Hub id, folder, or what needs no Hub: minilm, tiny-colpali, tiny-colqwen2"},
+        metadata={
+            "help": "Hub id, folder, or what needs no Hub: minilm, tiny-colpali, tiny-colqwen2, tiny-colmodernvbert"
+        },
     )
     model_arguments: str = field(
         default="{}",

@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 
 BUILT_IN = {"minilm", "tiny-colpali", "tiny-colqwen2", "tiny-colmodernvbert", "stdlib", "stdlib-pages"}
-NAMES = ("model", "dataset", "teacher", "push_to_hub")
+NAMES = ("model", "dataset", "datasets", "teacher", "push_to_hub")
 
 
 def named(argv: list[str]) -> set[str]:

@@ -255,6 +255,15 @@ def load_judged(name: str, *, max_queries: int | None = None, max_documents: int
     return RetrievalTask(name, Dataset.from_dict({}), held, held, corpus, content == "image")
 
 
+def has_judgements(name: str) -> bool:
+    """Tell whether a folder or a Hub id is in the layout that `load_judged` reads."""
+    if name in EMBEDDED or Path(name).is_file():
+        return False
+    if Path(name).is_dir():
+        return any(Path(name).glob("qrels*"))
+    return {"corpus", "queries"} <= set(get_dataset_config_names(name))
+
+
 IDS = ("_id", "id")
 QUERY_IDS, DOCUMENT_IDS = ("query-id", "query_id"), ("corpus-id", "corpus_id", "document_id", "doc_id")
 

@@ -120,7 +120,55 @@ def save_tiny_colqwen2(folder: Path) -> None:
     processor.save_pretrained(folder)
 
 
-TINY_MODELS = {"tiny-colpali": save_tiny_colpali, "tiny-colqwen2": save_tiny_colqwen2}
+def save_tiny_colmodernvbert(folder: Path) -> None:
+    """ColModernVBert: a SigLIP tower, four patches to a token, and a ModernBERT."""
+    from transformers import (
+        ColModernVBertConfig,
+        ColModernVBertForRetrieval,
+        ColModernVBertProcessor,
+        Idefics3ImageProcessor,
+        ModernBertConfig,
+        ModernVBertConfig,
+        SiglipVisionConfig,
+    )
+
+    special = ["<pad>", "<unk>", "<cls>", "<sep>", "<mask>", "<image>", "<fake_token_around_image>"]
+    special += ["<end_of_utterance>", "<global-img>", "<|begin_of_text|>"]
+    special += [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
+    tokenizer = byte_tokenizer(
+        special, pad_token="<pad>", unk_token="<unk>", cls_token="<cls>", sep_token="<sep>", mask_token="<mask>"
+    )
+    ids = dict(zip(special, tokenizer.convert_tokens_to_ids(special), strict=True))
+    size, side = PATCH * PATCHES, 2  # patches along a side of those that become one token
+    longest = {"longest_edge": size}
+    images = Idefics3ImageProcessor(size=longest, max_image_size=longest, do_image_splitting=False)
+    processor = ColModernVBertProcessor(images, tokenizer, image_seq_len=(PATCHES // side) ** 2)
+    config = ModernVBertConfig(
+        vision_config=SiglipVisionConfig(**TOWER, image_size=size, patch_size=PATCH, vision_use_head=False),
+        text_config=ModernBertConfig(
+            **TOWER,
+            vocab_size=len(tokenizer),
+            pad_token_id=ids["<pad>"],
+            bos_token_id=ids["<cls>"],
+            eos_token_id=ids["<sep>"],
+            cls_token_id=ids["<cls>"],
+            sep_token_id=ids["<sep>"],
+        ),
+        image_token_id=ids["<image>"],
+        pixel_shuffle_factor=side,
+        initializer_range=TOWER["initializer_range"],
+    )
+    ColModernVBertForRetrieval(ColModernVBertConfig(vlm_config=config, embedding_dim=EMBEDDING)).save_pretrained(
+        folder
+    )
+    processor.save_pretrained(folder)
+
+
+TINY_MODELS = {
+    "tiny-colpali": save_tiny_colpali,
+    "tiny-colqwen2": save_tiny_colqwen2,
+    "tiny-colmodernvbert": save_tiny_colmodernvbert,
+}
 
 
 def make_tiny_model(name: str, folder: Path, seed: int) -> str:

@@ -51,7 +51,7 @@ from training_recipes.command_line import WORLDS, Recipe, fail, read_command_lin
 from training_recipes.publish import CannotPublish, reserve, upload
 from training_recipes.report import Result, comparison, result_of
 from training_recipes.retrieval_task import EMBEDDED, HeldOut, RetrievalTask, load_task
-from training_recipes.teacher import mine_negatives
+from training_recipes.teacher import add_scores, mine_negatives
 from training_recipes.tiny_models import TINY_MODELS, make_tiny_model
 
 # Where this recipe departs from a loss's own defaults, in all its forms. Chosen on the dev split, see README.md.
@@ -90,11 +90,11 @@ def main(argv: list[str]) -> None:
             num_negatives=recipe.num_negatives,
         )
         train = task.train
-        if "NegativeCELoss" in recipe.loss and train.column_names == ["query", "positive"]:
-            with process.main_process_first():  # one looks for them, the others read what it found
+        if lacks(recipe, train):
+            with process.main_process_first():  # one makes it up, the others read what it made
                 if process.is_main_process:
-                    find_negatives(recipe, task).save_to_disk(folder / "train_rows")
-                train = load_from_disk(folder / "train_rows")
+                    complete(recipe, task).save_to_disk(folder / "_train_rows")
+                train = load_from_disk(folder / "_train_rows")
     except Exception as error:  # the Hub and the file readers raise of many kinds
         fail(f"cannot use the dataset: {error}")
     if task.pages and recipe.world != "st":
@@ -104,7 +104,7 @@ def main(argv: list[str]) -> None:
     try:
         if base in TINY_MODELS:
             with process.main_process_first():
-                base = make_tiny_model(base, folder / "start", args.seed)
+                base = make_tiny_model(base, folder / "_start", args.seed)
         dense = SentenceTransformer(base) if not task.pages and starts_dense(base) else None
         set_seed(args.seed)  # a new ColBERT's projection is random
         if task.pages:  # a page's length is its patches, a query's expansion the processor's own
@@ -221,14 +221,24 @@ def reserve_name(recipe: Recipe, args: Any) -> str:
         fail(f"cannot --push_to_hub: {error}")
 
 
-def find_negatives(recipe: Recipe, task: RetrievalTask) -> Dataset:
-    """Add explicit negatives to training rows that have none."""
+def lacks(recipe: Recipe, train: Dataset) -> bool:
+    """Tell whether a loss needs negatives, or a teacher's scores, that the training rows do not have."""
+    if "Distillation" in recipe.loss:
+        return "scores" not in train.column_names
+    return "NegativeCELoss" in recipe.loss and train.column_names == ["query", "positive"]
+
+
+def complete(recipe: Recipe, task: RetrievalTask) -> Dataset:
+    """Add to training rows the negatives and the scores that they lack."""
+    train, teacher = task.train, None
     if task.pages:
-        raise ValueError(f"{recipe.loss} needs negatives, and no page has any; add image columns negative...")
-    if recipe.negatives == "bm25":
-        return add_negatives(task.train, recipe.num_negatives or 1)
-    teacher = SentenceTransformer(PACKAGED if recipe.teacher == "minilm" else recipe.teacher)
-    return mine_negatives(task.train, teacher, recipe.num_negatives or 1)
+        raise ValueError(f"{recipe.loss} needs image columns negative... (and scores to distil); add them")
+    if recipe.negatives == "mined" or "Distillation" in recipe.loss:
+        teacher = SentenceTransformer(PACKAGED if recipe.teacher == "minilm" else recipe.teacher)
+    if train.column_names == ["query", "positive"]:
+        count = recipe.num_negatives or 1
+        train = add_negatives(train, count) if recipe.negatives == "bm25" else mine_negatives(train, teacher, count)
+    return add_scores(train, teacher) if "Distillation" in recipe.loss else train
 
 
 def make_loss(recipe: Recipe, model: nn.Module) -> nn.Module:
@@ -252,7 +262,7 @@ def starts_dense(name: str) -> bool:
     return kind in (None, "SentenceTransformer")
 
 
-def evaluator(kind: type, held_out: HeldOut, corpus: dict[str, str], name: str) -> Any:
+def evaluator(kind: type, held_out: HeldOut, corpus: dict[str, Any], name: str, **options: Any) -> Any:
     """Make an information retrieval evaluator that computes the metrics at 10 only."""
     at_10 = {f"{metric}_at_k": [10] for metric in ("ndcg", "mrr", "accuracy", "precision_recall", "map")}
     return kind(
@@ -264,6 +274,7 @@ def evaluator(kind: type, held_out: HeldOut, corpus: dict[str, str], name: str) 
         name=name,
         write_csv=False,
         **at_10,
+        **options,
     )
 
 

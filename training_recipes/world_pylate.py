@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from datasets import Dataset
-from pylate.evaluation import PyLateInformationRetrievalEvaluator
+from pylate.evaluation import NanoBEIREvaluator
+from pylate.evaluation import PyLateInformationRetrievalEvaluator as Evaluator
 from pylate.models import ColBERT
 from pylate.utils import ColBERTCollator
 from sentence_transformers import SentenceTransformerTrainer
@@ -13,9 +14,15 @@ from sentence_transformers import SentenceTransformerTrainingArguments as Traini
 from sentence_transformers.evaluation import InformationRetrievalEvaluator as DenseEvaluator
 from torch import nn
 
-__all__ = ["USAGE", "DenseEvaluator", "Evaluator", "TrainingArguments", "load_model", "make_trainer"]
-
-Evaluator = PyLateInformationRetrievalEvaluator
+__all__ = [
+    "USAGE",
+    "DenseEvaluator",
+    "Evaluator",
+    "NanoBEIREvaluator",
+    "TrainingArguments",
+    "load_model",
+    "make_trainer",
+]
 
 USAGE = """\
 from pylate import models, rank
@@ -30,7 +37,7 @@ print(rank.rerank(
 
 
 def load_model(
-    name: str, query_length: int, document_length: int, query_expansion: bool | None, **arguments: Any
+    name: str, query_length: int | None, document_length: int | None, query_expansion: bool | None, **arguments: Any
 ) -> ColBERT:
     """Load a ColBERT model, or make one from an encoder by adding a random projection to 128 dimensions."""
     lengths = {"query_length": query_length, "document_length": document_length}

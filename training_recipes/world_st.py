@@ -11,23 +11,26 @@ from sentence_transformers import (
     MultiVectorEncoderTrainer,
     MultiVectorEncoderTrainingArguments,
 )
-from sentence_transformers.multi_vector_encoder.evaluation import MultiVectorInformationRetrievalEvaluator
+from sentence_transformers.multi_vector_encoder.evaluation import (
+    MultiVectorInformationRetrievalEvaluator as Evaluator,
+)
+from sentence_transformers.multi_vector_encoder.evaluation import MultiVectorNanoBEIREvaluator as NanoBEIREvaluator
 from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator as DenseEvaluator
 from torch import nn
+from transformers import ColModernVBertProcessor
 
 __all__ = [
     "PAGE_USAGE",
     "USAGE",
     "DenseEvaluator",
     "Evaluator",
+    "NanoBEIREvaluator",
     "TrainingArguments",
     "add_adapters",
     "load_model",
     "make_trainer",
     "merge_adapters",
 ]
-
-Evaluator = MultiVectorInformationRetrievalEvaluator
 
 USAGE = """\
 from sentence_transformers import MultiVectorEncoder
@@ -53,11 +56,26 @@ class TrainingArguments(MultiVectorEncoderTrainingArguments):
     max_length: int | None = field(default=None, metadata={"help": "tokens of every column, in training alone"})
 
 
+class PagePromptingProcessor(ColModernVBertProcessor):
+    """Writes the prompt around a page by itself, as the processors of ColPali and ColQwen2 do.
+
+    Needed with transformers 5.24: its own returns pixels without tokens when called with images alone, which is how
+    sentence-transformers 6.2 calls it, and the model then fails. A model that was trained needs this function too.
+    """
+
+    def __call__(self, images=None, text=None, **options):
+        if images is not None and text is None:
+            return self.process_images(images, **options)
+        return super().__call__(images, text, **options)
+
+
 def load_model(
     name: str, query_length: int | None, document_length: int | None, query_expansion: bool | None, **arguments: Any
 ) -> MultiVectorEncoder:
     """Load a multi-vector model, or make one from an encoder by adding a random projection to 128 dimensions."""
     model = MultiVectorEncoder(name, **arguments)
+    if isinstance(model[0].processor, ColModernVBertProcessor):
+        model[0].processor.__class__ = PagePromptingProcessor
     transformer = model[0]
     if document_length is not None:
         transformer.document_length = document_length
