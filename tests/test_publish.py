@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,14 +12,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
+from safetensors.torch import load_file
 
-from tests.hub_server import PART, Hub, hub
-from tests.models import encoded, tiny_model
+from tests.hub_server import PART, Hub, hub, validation
+from tests.models import WORDS, bert_folder, encoded, tiny_model
+from training_recipes import publish as publishing
+from training_recipes import train
 
 ROOT = Path(__file__).parents[1]
 # The client waits between its retries, half a minute in all; here it need not.
 QUICK = "import runpy, sys, time; time.sleep = lambda _: None; sys.argv = sys.argv[1:]; "
-PUBLISH = QUICK + "runpy.run_module('training_recipes.publish', run_name='__main__')"
+RUN = QUICK + "runpy.run_module('training_recipes.' + sys.argv[0], run_name='__main__')"
 QUERIES, DOCUMENTS = ["what sings", "two cat eats"], ["bird sings. eats", "three dog"]
 
 
@@ -47,30 +52,34 @@ def contents(folder: Path) -> dict[str, str]:
     return {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.rglob("*") if file.is_file()}
 
 
+def run(server: Hub, home: Path, *argv: str, token: str | None = "hf_writes") -> subprocess.CompletedProcess[str]:
+    """Run a command of the recipes against the server."""
+    return subprocess.run(
+        [sys.executable, "-c", RUN, *argv],
+        cwd=ROOT,
+        env={**os.environ, **server.environment(home, token), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
 def publish(
     server: Hub, folder: Path, *argv: str, token: str | None = "hf_writes"
 ) -> subprocess.CompletedProcess[str]:
-    """Run the command against the server; whatever comes of it, the folder is as it was."""
+    """Publish a folder; whatever comes of it, the folder is as it was."""
     before = contents(folder)
-    done = subprocess.run(
-        [sys.executable, "-c", PUBLISH, "publish", str(folder), *argv],
-        cwd=ROOT,
-        env={**os.environ, **server.environment(folder.parent / "home", token)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run(server, folder.parent / "home", "publish", str(folder), *argv, token=token)
     assert contents(folder) == before
     return done
 
 
-def complaint(done: subprocess.CompletedProcess[str]) -> str:
-    """The one line of a command that failed, without a traceback before it."""
+def complaint(done: subprocess.CompletedProcess[str], command: str = "publish") -> str:
+    """The one line of a command that failed, among progress bars."""
     assert done.returncode == 1, done.stdout + done.stderr
-    lines = [line for line in done.stderr.splitlines() if line.strip() and "it/s" not in line and "B/s" not in line]
-    assert lines[-1].startswith("publish: ")
     assert "Traceback" not in done.stderr
-    return lines[-1]
+    [line] = [line for line in done.stderr.splitlines() if line.startswith(f"{command}: ")]
+    return line
 
 
 def test_publishes_the_model_and_nothing_else(server: Hub, folder: Path):
@@ -185,3 +194,71 @@ def test_loads_back_by_name_with_the_same_embeddings(server: Hub, tmp_path: Path
     assert any("GET /user/birds/resolve" in request for request in server.requests)
     for one, other in zip(torch.load(file), expected, strict=True):
         assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
+
+
+# From a training
+
+
+def training(tmp_path: Path, *argv: str) -> list[str]:
+    """A command line of two steps, from a tiny encoder, on rows that it can tell apart."""
+    pairs = zip(WORDS, WORDS[7:], strict=False)
+    rows = [{"query": f"what {word}", "positive": f"{word} {other}"} for word, other in pairs]
+    Dataset.from_list(rows).to_json(tmp_path / "rows.jsonl")
+    base, data, folder = bert_folder(tmp_path / "bert"), tmp_path / "rows.jsonl", tmp_path / "birds"
+    command = f"train --model {base} --dataset {data} --output_dir {folder} --max_steps 2 --push_to_hub true"
+    return [*command.split(), *"--per_device_train_batch_size 4 --query_length 8 --document_length 16".split(), *argv]
+
+
+def test_a_training_that_may_not_publish_does_not_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    asked = []
+
+    def refuse(name: str, **options: object) -> str:
+        asked.append((name, options))
+        raise publishing.CannotPublish("the token may only read")
+
+    monkeypatch.setattr(train, "reserve", refuse)
+    for argv in ["", "--hub_model_id user/birds --hub_private_repo true --hub_exist_ok true --hub_token hf_reads"]:
+        with pytest.raises(SystemExit, match="train: cannot --push_to_hub: the token may only read"):
+            train.main(training(tmp_path, *argv.split())[1:])
+    assert asked == [
+        ("birds", {"private": False, "exist_ok": False, "token": None}),
+        ("user/birds", {"private": True, "exist_ok": True, "token": "hf_reads"}),
+    ]
+    assert [file.name for file in (tmp_path / "birds").iterdir()] == []
+
+
+def test_a_training_publishes_the_momentum_encoder(server: Hub, tmp_path: Path):
+    """The connection breaks after the training: the model is whole, and the command that is named completes it."""
+    server.breaks_at = "upload"
+    folder, loss = tmp_path / "birds", "--loss MoCoColbertLoss --learning_rate 0.01 --publish_momentum true"
+    loss += ' --loss_arguments {"momentum":0.5} --save_steps 1 --save_total_limit 2'
+    name = "--hub_model_id user/birds --hub_private_repo true"
+    line = complaint(run(server, tmp_path / "home", *training(tmp_path, *loss.split(), *name.split())), "train")
+    remedy = f"python -m training_recipes.publish {folder} user/birds --exist_ok"
+    assert f"The model is whole in {folder}; with {remedy}" in line
+    assert server.paths("user/birds") == [".gitattributes"]
+
+    server.breaks_at = ""
+    assert run(server, tmp_path / "home", *remedy.replace("training_recipes.", "").split()[2:]).returncode == 0
+    assert server.repositories["user/birds"].private
+    assert {"README.md", "matches.png", "training_curve.png", "modules.json"} <= set(server.paths("user/birds"))
+    assert not [path for path in server.paths("user/birds") if "checkpoint" in path or "_st_colbert" in path]
+    card = server.content("user/birds", "README.md").decode()
+    assert {"form:queue", "loss:MoCoColbertLoss"} <= set(re.findall(r"^- (\S+)$", card, re.MULTILINE))
+    assert "those of the momentum encoder" in card
+    assert '("user/birds")' in card
+    assert validation(card) == (200, {"warnings": [], "errors": []})
+
+    # Two steps of key = 0.5 * key + 0.5 * live, from the encoder that it all began with.
+    start, first, last, published = (
+        load_file(path / "model.safetensors")
+        for path in (tmp_path / "bert", folder / "checkpoint-1", folder / "checkpoint-2", folder)
+    )
+    # PyLate adds words, and transformers may save layer norms under their old names.
+    alike = [name for name in start if name in last and start[name].shape == last[name].shape]
+    assert len(alike) > 25
+    for name in alike:
+        expected = (start[name].double() + first[name].double()) / 4 + last[name].double() / 2
+        assert torch.allclose(published[name].double(), expected, atol=1e-6)  # one rounding a step
+    assert any(not torch.equal(published[name], last[name]) for name in alike)
+    assert server.content("user/birds", "model.safetensors") == (folder / "model.safetensors").read_bytes()
