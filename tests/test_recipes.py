@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import zlib
 from pathlib import Path
 
+import peft
 import pytest
+import torch
+import yaml
 from datasets import Dataset, enable_progress_bars
+from safetensors.torch import load_file
+from sentence_transformers import SentenceTransformer
 from transformers import BertConfig, BertModel, BertTokenizerFast
 from transformers import logging as transformers_logging
 
 import st_colbert_losses
-from training_recipes import bm25, card, command_line, retrieval_task, stdlib_docstrings, train
+from tests.models import PYLATE
+from training_recipes import bm25, card, command_line, evaluate, retrieval_task, stdlib_docstrings, teacher, train
 from training_recipes.stdlib_docstrings import load_pairs
 
 ROOT = Path(__file__).parents[1]
+RECIPES = sorted((ROOT / "training_recipes").glob("*.yaml"))
+PUBLISHED = sorted((ROOT / "training_recipes" / "published").glob("*.yaml"))
+HERE = "pylate" if PYLATE else "st"
 SHORT = "--max_train_pairs 12 --per_device_train_batch_size 4 --max_steps 2 --eval_steps 2 --save_steps 2".split()
 SHORT += "--max_queries 6 --max_documents 24".split()
 
@@ -43,6 +54,10 @@ def _quiet_settings_end_with_the_test():
     transformers_logging.set_verbosity(verbosity)
     transformers_logging.enable_progress_bar()
     enable_progress_bars()
+
+
+def world_of(recipe: Path) -> str | None:
+    return yaml.safe_load(recipe.read_text(encoding="utf-8")).get("world")
 
 
 def refusal(*argv: str) -> str:
@@ -175,7 +190,7 @@ def test_negatives_of_documents_all_alike_are_refused():
 
 @pytest.mark.parametrize("loss", command_line.LOSSES)
 def test_every_loss_trains(loss: str, tiny_bert: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    train.main(["--loss", loss, "--model", tiny_bert, "--output_dir", str(tmp_path), *SHORT])
+    train.main(["--loss", loss, "--model", tiny_bert, "--teacher", tiny_bert, "--output_dir", str(tmp_path), *SHORT])
     told = capsys.readouterr().out
     for system in ("BM25", "dense start", "ColBERT, untrained", "ColBERT, trained"):
         assert told.count(system) == 2  # when measured, and in the closing table
@@ -185,6 +200,157 @@ def test_every_loss_trains(loss: str, tiny_bert: str, tmp_path: Path, capsys: py
     assert f"loss:{loss}" in card
     assert f"`st_colbert_losses` {st_colbert_losses.__version__}" in card
     assert "![" in card.partition("## How this model was trained")[2].partition("\n## ")[0]
+
+
+@pytest.mark.parametrize(
+    "recipe", [path for path in RECIPES if not path.stem.startswith("pages")], ids=lambda p: p.stem
+)
+def test_every_recipe_runs(recipe: Path, tiny_bert: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    if world_of(recipe) not in (None, HERE):
+        return  # it is run in the other world
+    given = [str(recipe), "--model", tiny_bert, "--teacher", "minilm", "--output_dir", str(tmp_path)]
+    train.main([*given, *SHORT, "--max_train_pairs", "24", "--num_negatives", "3"])
+    assert "ColBERT, trained" in capsys.readouterr().out
+    card = (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert f"loss:{yaml.safe_load(recipe.read_text(encoding='utf-8'))['loss']}" in card
+
+
+def test_resumes_where_it_stopped(tiny_bert: str, tmp_path: Path):
+    """Stopped after two steps of four and taken up again, the run ends with the same weights as one that never was."""
+    given = ["--loss", "MoCoColbertLoss", "--model", tiny_bert, *SHORT, "--max_steps", "4", "--save_total_limit", "2"]
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    train.main([*given, "--output_dir", str(whole)])
+    shutil.copytree(whole / "checkpoint-2", resumed / "checkpoint-2")
+    train.main([*given, "--output_dir", str(resumed), "--resume_from_checkpoint", "true"])
+    first, second = (load_file(folder / "model.safetensors") for folder in (whole, resumed))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_nothing_to_resume_from(tmp_path: Path):
+    assert "no checkpoint in" in refusal("--output_dir", str(tmp_path), "--resume_from_checkpoint", "true")
+    assert "no folder of a trainer" in refusal("--output_dir", str(tmp_path), "--resume_from_checkpoint", "/nowhere")
+
+
+def test_flags_override_a_file(tmp_path: Path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("learning_rate: 3e-4\nloss_arguments: {normalize_scores: false}\ntemperature: 1.0\nbf16: true\n")
+    recipe, args, _ = command_line.read_command_line([str(file), "--temperature", "2", "--output_dir", str(tmp_path)])
+    assert (args.learning_rate, args.bf16, recipe.temperature) == (3e-4, True, 2.0)
+    assert json.loads(recipe.loss_arguments) == {"normalize_scores": False}
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("learning_rat: 1", "did you mean learning_rate"),
+        ("learning_rate: fast", "learning_rate"),
+        ("loss: ColbertLos", "ColbertSigmoidLoss"),
+        ("- a\n- list", "flag: value"),
+        ("a: [", "no YAML"),
+        ("loss_arguments: [1]", "JSON"),
+        ("negatives: guessed", "bm25 or mined"),
+        ("num_negatives: 0", "at least 1"),
+        ("loss: ColbertLoss\nloss_arguments: {heat: 1}", "cannot make ColbertLoss"),
+    ],
+)
+def test_files_that_cannot_be_used(text: str, complaint: str, tiny_bert: str, tmp_path: Path):
+    (tmp_path / "mine.yaml").write_text(text)
+    assert complaint in refusal(
+        str(tmp_path / "mine.yaml"), "--model", tiny_bert, "--output_dir", str(tmp_path / "out"), *SHORT[:2]
+    )
+
+
+def test_a_file_that_is_not_there():
+    assert "cannot read" in refusal("nowhere.yaml")
+
+
+def test_an_empty_dataset(tmp_path: Path):
+    (tmp_path / "rows.csv").write_text("query,positive\n")
+    assert "is empty" in refusal("--dataset", str(tmp_path / "rows.csv"), "--output_dir", str(tmp_path / "out"))
+    Dataset.from_dict({"query": [], "positive": []}).save_to_disk(tmp_path / "rows")
+    assert "is empty" in refusal("--dataset", str(tmp_path / "rows"), "--output_dir", str(tmp_path / "out"))
+
+
+def test_lists_of_negatives_and_scores(tmp_path: Path):
+    rows = [
+        {"query": f"query {n}", "positive": f"document {n}", "negatives": [f"{n} a", f"{n} b"], "scores": [3.0, 2, 1]}
+        for n in range(9)
+    ]
+    Dataset.from_list(rows).save_to_disk(tmp_path / "rows")
+    task = retrieval_task.load_task(str(tmp_path / "rows"), seed=0, num_negatives=1)
+    assert task.train.column_names == ["query", "positive", "negative_1", "scores"]
+    assert set(task.train["negative_1"]) < {f"{n} a" for n in range(9)}
+    assert task.train["scores"][0] == [3.0, 2.0]
+    with pytest.raises(ValueError, match="lower --num_negatives"):
+        retrieval_task.load_task(str(tmp_path / "rows"), seed=0, num_negatives=3)
+
+
+def test_a_teacher_ranks_the_documents_of_a_row():
+    rows = Dataset.from_dict(
+        {"query": ["red apple", "blue sky"], "positive": ["a red apple", "the blue sky"], "negative": ["iron", "wood"]}
+    )
+    scores = teacher.add_scores(rows, SentenceTransformer(train.PACKAGED, device="cpu"))["scores"]
+    assert scores == [[1.0, 0.0], [1.0, 0.0]]
+
+
+# Published recipes
+
+
+@pytest.mark.parametrize("recipe", PUBLISHED, ids=lambda path: path.stem)
+def test_published_hyperparameters_make_a_loss(recipe: Path, tmp_path: Path):
+    given = yaml.safe_load(recipe.read_text(encoding="utf-8"))
+    assert "https://" in recipe.read_text(encoding="utf-8").partition("\nworld:")[0]  # where the numbers are from
+    if given["world"] != HERE:
+        return  # its trainer is the other world's
+    recipe, args, _ = command_line.read_command_line([str(recipe), "--output_dir", str(tmp_path)])
+    for key in given.keys() & {"learning_rate", "per_device_train_batch_size", "warmup_steps", "max_grad_norm"}:
+        assert getattr(args, key) == float(given[key])
+    loss = train.make_loss(recipe, torch.nn.Identity())
+    assert type(loss).__name__ == given["loss"]
+    for name, value in given.get("loss_arguments", {}).items():
+        assert getattr(loss, name) == value
+    assert loss.temperature == pytest.approx(given["temperature"])
+    if recipe.lora:
+        peft.LoraConfig(**json.loads(recipe.lora))
+
+
+# Evaluation
+
+
+def test_evaluates_a_folder_with_judgements(tiny_bert: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "qrels").mkdir()
+    documents = [{"_id": f"d{n}", "title": "about", "text": f"document {n}"} for n in range(12)]
+    Dataset.from_list(documents).to_json(tmp_path / "corpus.jsonl")
+    Dataset.from_list([{"_id": n, "text": f"document {n}"} for n in range(3)]).to_json(tmp_path / "queries.jsonl")
+    judged = "".join(f"{n}\td{n}\t{int(n < 2)}\n" for n in range(3))
+    (tmp_path / "qrels" / "test.tsv").write_text(f"query-id\tcorpus-id\tscore\n{judged}")
+    task = retrieval_task.load_judged(str(tmp_path), max_documents=6)
+    assert task.test.relevant == {"0": {"d0"}, "1": {"d1"}}
+    assert len(task.corpus) == 6
+    evaluate.main(["--model", tiny_bert, "--datasets", str(tmp_path), "--output", str(tmp_path / "numbers.json")])
+    [numbers] = json.loads((tmp_path / "numbers.json").read_text(encoding="utf-8")).values()
+    assert numbers.keys() == set(evaluate.METRICS)
+    assert f"{numbers['mrr@10']:.4f}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "complaint"),
+    [
+        ("--model minilm --datasets NanoBEIR/nq", "'NanoBEIR/nq'"),
+        ("--model minilm --datasets ViDoRe/docvqa", "needs a network"),
+        ("--model minilm --datasets NanoBEIR/nonsense", "touche2020"),
+        ("--model minilm", "--datasets"),
+        ("--model no/such-model --datasets stdlib", "no/such-model"),
+        ("--model minilm --datasets stdlib --world jax", "pylate or st"),
+        ("--model minilm --datasets stdlib --output /no/where.json", "no such folder"),
+        ("--model minilm --datasets stdlib --colour red", "--colour"),
+    ],
+)
+def test_evaluations_that_cannot_be(argv: str, complaint: str):
+    with pytest.raises(SystemExit) as stopped:
+        evaluate.main(argv.split())
+    assert complaint in stopped.value.code
+    assert "\n" not in stopped.value.code
 
 
 def test_the_usage_that_is_printed_runs(tiny_bert: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -144,9 +144,15 @@ def read_dataset(name: str, config: str | None = None) -> DatasetDict:
     """Load all splits of a file, a folder (also one that `save_to_disk` wrote) or a Hub id."""
     path = Path(name)
     if path.is_file():
-        return load_dataset({"jsonl": "json"}.get(path.suffix[1:], path.suffix[1:]), data_files=name)
+        try:
+            return load_dataset({"jsonl": "json"}.get(path.suffix[1:], path.suffix[1:]), data_files=name)
+        except ValueError as error:
+            raise ValueError(f"file {name!r} is empty, or not what its ending says ({error})") from None
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
-        saved = load_from_disk(name)
+        try:
+            saved = load_from_disk(name)
+        except IndexError:  # what `datasets` makes of a folder without rows
+            raise ValueError(f"dataset {name!r} is empty; it needs at least 3 rows") from None
         return saved if isinstance(saved, DatasetDict) else DatasetDict(train=saved)
     hub_id, _, named = name.partition(":")
     return load_dataset(hub_id, config or named or None)
@@ -171,6 +177,8 @@ def with_our_columns(rows: Dataset, name: str, num_negatives: int | None) -> Dat
         if len(rows) and isinstance(rows[0][column], list):
             rows = spread(rows, column, name, num_negatives)
     kept = [column for column in rows.column_names if column.startswith("negative")][:num_negatives]
+    if scores:  # of the documents that stay
+        rows = rows.map(lambda given: {"scores": given[: 1 + len(kept)]}, input_columns=scores)
     return rows.select_columns(["query", "positive", *kept, *scores])
 
 

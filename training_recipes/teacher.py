@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from datasets import Dataset
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.util import mine_hard_negatives
@@ -17,11 +19,18 @@ def mine_negatives(train: Dataset, teacher: SentenceTransformer, count: int) -> 
 
     Candidates are the positives of the training rows. Rows for which fewer than `count` are found are left out.
     """
+    most = max(Counter(train["query"]).values())  # positives of one query
+    depth = min(
+        10 * count + most, len(set(train["positive"])) - most
+    )  # version 5.3 fails where it looks beyond the end
+    if depth < count:
+        raise ValueError(f"{len(train)} rows are too few to mine {count} negatives among them; lower --num_negatives")
     mined = mine_hard_negatives(
         train,
         teacher,
         anchor_column_name="query",
         positive_column_name="positive",
+        range_max=depth,
         relative_margin=MARGIN,
         num_negatives=count,
         sampling_strategy="top",

@@ -90,6 +90,8 @@ def main(argv: list[str]) -> None:
             num_negatives=recipe.num_negatives,
         )
         train = task.train
+        if "scores" in train.column_names and "Distillation" not in recipe.loss:
+            train = train.remove_columns("scores")  # else the trainer takes them for labels
         if lacks(recipe, train):
             with process.main_process_first():  # one makes it up, the others read what it made
                 if process.is_main_process:
