@@ -285,6 +285,20 @@ def test_lists_of_negatives_and_scores(tmp_path: Path):
         retrieval_task.load_task(str(tmp_path / "rows"), seed=0, num_negatives=3)
 
 
+def test_ids_of_a_distillation_set_become_texts(tiny_bert: str, tmp_path: Path):
+    texts = {kind: [{f"{kind}_id": n, "text": f"{kind} {n}"} for n in range(9)] for kind in ("query", "document")}
+    rows = [{"query_id": n, "document_ids": [0, n, 8], "scores": [0.1, 0.9, 0.2]} for n in range(1, 8)]
+    for part, content in (("train", rows), ("queries", texts["query"]), ("documents", texts["document"])):
+        Dataset.from_list(content).save_to_disk(tmp_path / "set" / part)
+    task = retrieval_task.load_task(str(tmp_path / "set"), seed=0)
+    assert task.train.column_names == ["query", "positive", "negative_1", "negative_2", "scores"]
+    for row in task.train:
+        assert row["positive"] == row["query"].replace("query", "document")  # what the teacher likes best
+        assert (row["negative_1"], row["negative_2"], row["scores"]) == ("document 8", "document 0", [0.9, 0.2, 0.1])
+    given = ["--loss", "ColbertDistillationLoss", "--dataset", str(tmp_path / "set"), "--model", tiny_bert]
+    train.main([*given, "--output_dir", str(tmp_path / "out"), *SHORT])
+
+
 def test_a_teacher_ranks_the_documents_of_a_row():
     rows = Dataset.from_dict(
         {"query": ["red apple", "blue sky"], "positive": ["a red apple", "the blue sky"], "negative": ["iron", "wood"]}

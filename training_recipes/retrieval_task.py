@@ -122,9 +122,10 @@ def embedded_splits(name: str) -> dict[str, Dataset]:
 
 def named_splits(name: str, seed: int, num_negatives: int | None) -> dict[str, Dataset]:
     """Load a dataset by name; hold out rows for dev and test where it has no such splits."""
-    loaded = DatasetDict(
-        {part: with_our_columns(rows, name, num_negatives) for part, rows in read_dataset(name).items()}
-    )
+    loaded = read_dataset(name)
+    if {"query_id", "document_ids", "scores"} <= set(next(iter(loaded.values())).column_names):
+        loaded = with_texts(loaded, name)
+    loaded = DatasetDict({part: with_our_columns(rows, name, num_negatives) for part, rows in loaded.items()})
     train = loaded.get("train", next(iter(loaded.values())))
     dev = next((loaded[part] for part in DEV_SPLITS if part in loaded), None)
     test = loaded.get("test")
@@ -154,8 +155,47 @@ def read_dataset(name: str, config: str | None = None) -> DatasetDict:
         except IndexError:  # what `datasets` makes of a folder without rows
             raise ValueError(f"dataset {name!r} is empty; it needs at least 3 rows") from None
         return saved if isinstance(saved, DatasetDict) else DatasetDict(train=saved)
+    if all((path / part).is_dir() for part in DISTILLATION_PARTS):
+        return read_dataset(str(path / "train"))
     hub_id, _, named = name.partition(":")
+    if not (config or named) and not path.is_dir() and {*DISTILLATION_PARTS} <= {*get_dataset_config_names(hub_id)}:
+        named = "train"
     return load_dataset(hub_id, config or named or None)
+
+
+DISTILLATION_PARTS = ("train", "queries", "documents")  # rows of ids, and the texts
+
+
+def with_texts(loaded: DatasetDict, name: str) -> DatasetDict:
+    """Put texts in place of the ids of a distillation set: the document that the teacher likes best is the positive.
+
+    Such a set holds rows of `query_id`, `document_ids` and `scores`, and its texts in the parts `queries` and
+    `documents` (`query_id` or `document_id`, `text`), as PyLate's examples use it.
+    """
+    texts = {}
+    for part, key in (("queries", "query_id"), ("documents", "document_id")):
+        rows = next(iter(read_dataset(str(Path(name, part)) if Path(name).is_dir() else name, part).values()))
+        texts[part] = rows["text"], {str(number): place for place, number in enumerate(rows[key])}
+
+    def look_up(part: str, number: Any) -> str:
+        column, places = texts[part]
+        return column[places[str(number)]]
+
+    def resolve(query_id: Any, document_ids: list[Any], scores: list[float]) -> dict[str, Any]:
+        ranked = sorted(zip(scores, document_ids, strict=True), key=lambda pair: -pair[0])
+        documents = [look_up("documents", number) for _, number in ranked]
+        best, *others = documents
+        scores = [score for score, _ in ranked]
+        return {"query": look_up("queries", query_id), "positive": best, "negatives": others, "scores": scores}
+
+    return DatasetDict(
+        {
+            part: rows.map(
+                resolve, input_columns=["query_id", "document_ids", "scores"], remove_columns=rows.column_names
+            )
+            for part, rows in loaded.items()
+        }
+    )
 
 
 def with_our_columns(rows: Dataset, name: str, num_negatives: int | None) -> Dataset:

@@ -51,6 +51,6 @@ def make_trainer(model: ColBERT, args: TrainingArguments, train: Dataset, loss: 
         args=args,
         train_dataset=train,
         loss=loss,
-        data_collator=ColBERTCollator(model.tokenize),
+        data_collator=ColBERTCollator(model.tokenize, prompts=args.prompts),
         **options,
     )
