@@ -239,18 +239,26 @@ def test_patches_over_a_page(family: str, tmp_path: Path, monkeypatch: pytest.Mo
     document = model.encode_document([image], show_progress_bar=False)[0]
     assert torch.equal(matches.best, (query @ document.T).argmax(1))
 
-    # One-hot embeddings: the tokens of the query match the patches 1, 5, 5 and a token that is no patch.
-    at = [int((matches.patches == patch).nonzero()) for patch in (1, 5, 5)] + [
-        int((matches.patches == -1).nonzero()[0])
-    ]
-    best = torch.tensor(at)
-    cosines = torch.nn.functional.one_hot(best, len(matches.patches)).float()
-    known = matches._replace(query=["a", "b", "c", "d"], cosines=cosines, best=best, special=torch.tensor([False] * 4))
+    # The tokens of the query match the patches 1, 5, 5 best; the last is nearer still to a token that is no patch.
+    cosines = torch.zeros(4, len(matches.patches))
+    for row, patch in enumerate((1, 5, 5)):
+        cosines[row, matches.patches == patch] = 1
+    cosines[3, matches.patches == 2], cosines[3, (matches.patches == -1).nonzero()[0]] = 0.5, 1.0
+    known = matches._replace(
+        query=["a", "b", "c", "d"],
+        cosines=cosines,
+        best=cosines.argmax(1),
+        special=torch.tensor([False, False, False, False]),
+    )
+    said = []
+    monkeypatch.setattr("matplotlib.axes.Axes.set_title", lambda _, title, **__: said.append(title))
+    monkeypatch.setattr("matplotlib.axes.Axes.text", lambda *args, **__: said.append(args[3]))
     frames = []
     monkeypatch.setattr("matplotlib.axes.Axes.add_patch", lambda _, frame: frames.append(frame.get_xy()))
     draw_page_matches(known, image, (columns, rows), tmp_path / "page.png")
     width, height = image.size[0] / columns, image.size[1] / rows
-    assert frames == [(patch % columns * width, patch // columns * height) for patch in (1, 5)]
+    assert frames == [(patch % columns * width, patch // columns * height) for patch in (1, 2, 5)]
+    assert said == ["a", "d", "b c", "mean of the best cosines 1.000; 3 of 4 tokens match a patch best"]
     with pytest.raises(ValueError, match="expected"):
         draw_page_matches(known, image, (columns + 1, rows), tmp_path / "page.png")
 

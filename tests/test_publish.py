@@ -39,7 +39,8 @@ def folder(tmp_path: Path) -> Path:
     folder = tmp_path / "model"
     (folder / "1_Dense").mkdir(parents=True)
     (folder / "checkpoint-2").mkdir()
-    (folder / "README.md").write_text('---\nlicense: mit\n---\n\nmodels.ColBERT(\n    model_name_or_path="a/b",\n)\n')
+    code = 'models.ColBERT(\n    model_name_or_path="a/b",\n)\n<img src="assets/page.png">'
+    (folder / "README.md").write_text(f"---\nlicense: mit\n---\n\n{code}\n")
     for name in ("modules.json", "1_Dense/config.json", "checkpoint-2/config.json"):
         (folder / name).write_text("{}")
     (folder / "model.safetensors").write_bytes(bytes(range(256)) * (3 * PART // 256))
@@ -96,7 +97,9 @@ def test_publishes_the_model_and_nothing_else(server: Hub, folder: Path):
     assert server.repositories["user/birds"].private is False
     assert server.content("user/birds", "model.safetensors") == (folder / "model.safetensors").read_bytes()
     assert sum("PUT /lfs" in request for request in server.requests) == 3  # in parts
-    assert b'model_name_or_path="user/birds"' in server.content("user/birds", "README.md")
+    card = server.content("user/birds", "README.md").decode()
+    assert 'model_name_or_path="user/birds"' in card
+    assert f'"{server.url}/user/birds/resolve/main/assets/page.png"' in card
 
 
 def test_private_and_without_a_user(server: Hub, folder: Path):

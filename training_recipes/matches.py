@@ -81,8 +81,7 @@ def scored(model: Any, content: Any, is_query: bool) -> tuple[Tensor, Tensor]:
 
 def as_text(tokenizer: Any, ids: Tensor) -> list[str]:
     """Return tokens as they read in a picture: byte-level tokens decoded, long ones cut."""
-    decoded = [tokenizer.decode([number]).strip() for number in ids.tolist()]
-    texts = [text or token for text, token in zip(decoded, tokenizer.convert_ids_to_tokens(ids.tolist()), strict=True)]
+    texts = [tokenizer.decode([number]).strip() or "␣" for number in ids.tolist()]
     texts = [text.replace("$", r"\$") for text in texts]  # a dollar begins a formula in matplotlib
     return [text if len(text) <= LONGEST_LABEL else text[: LONGEST_LABEL - 1] + "…" for text in texts]
 
@@ -106,9 +105,10 @@ def draw_matches(matches: Matches, file: Path) -> None:
 
 
 def draw_page_matches(matches: Matches, page: Any, grid: tuple[int, int], file: Path) -> None:
-    """Draw a page: a frame around each patch that some query token matched best, with those tokens beside it.
+    """Draw a page: a frame around each patch that some query token matched best among the patches, and these tokens.
 
-    The tokenizer's own tokens are left out of the picture; they are scored like the others.
+    Scored too, and not drawn: the tokenizer's own tokens, and the text that a model puts around a page. Above the
+    picture stands how many tokens match a patch better than that text.
 
     Args:
         matches: Of a query and this page.
@@ -123,11 +123,12 @@ def draw_page_matches(matches: Matches, page: Any, grid: tuple[int, int], file: 
     patches = int(matches.patches.max()) + 1
     if patches != columns * rows:
         raise ValueError(f"draw_page_matches: got a grid of {columns} x {rows}, expected {patches} patches")
+    best = matches.cosines[:, matches.patches >= 0].argmax(1).tolist()
     words: dict[int, list[str]] = {}
-    for token, best, special in zip(matches.query, matches.best, matches.special, strict=True):
+    for token, patch, special in zip(matches.query, best, matches.special, strict=True):
         if not special:
-            words.setdefault(int(matches.patches[best]), []).append(token)
-    elsewhere = words.pop(-1, [])
+            words.setdefault(patch, []).append(token)
+    drawn = matches.patches[matches.best][~matches.special]
 
     width, height = page.size
     figure, axes = plt.subplots(figsize=(7, 7 * height / width), layout="constrained")
@@ -147,7 +148,7 @@ def draw_page_matches(matches: Matches, page: Any, grid: tuple[int, int], file: 
             bbox={"facecolor": colour, "edgecolor": "none", "pad": 1.5, "alpha": 0.85},
             wrap=True,
         )
-    aside = f"; outside the page: {' '.join(elsewhere)}" if elsewhere else ""
-    axes.set_title(f"mean of the best cosines {matches.score:.3f}{aside}", fontsize=9)
+    share = f"{(drawn >= 0).sum()} of {len(drawn)} tokens match a patch best"
+    axes.set_title(f"mean of the best cosines {matches.score:.3f}; {share}", fontsize=9)
     figure.savefig(file, dpi=120)
     plt.close(figure)

@@ -120,8 +120,10 @@ def files_of(folder: Path) -> dict[str, Path]:
 
 
 def named(card: Path, name: str) -> bytes:
-    """Return a card whose code loads the model by this name."""
-    return with_model_name(card.read_text(encoding="utf-8"), name).encode()
+    """Return a card that loads the model by this name, and its example images from the Hub."""
+    images = f"{constants.ENDPOINT}/{name}/resolve/main/assets/"  # the Hub shows no relative ones
+    text = with_model_name(card.read_text(encoding="utf-8"), name)
+    return re.sub(r"""(["'])assets/""", lambda quote: quote[1] + images, text).encode()
 
 
 def with_model_name(card: str, name: str) -> str:
