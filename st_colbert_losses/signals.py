@@ -28,21 +28,24 @@ def measure(scores: Scores, filtered: Scores) -> Tensor:
         filtered: The scores as the objective sees them.
     """
     b, p = scores.pool.shape
-    negatives = torch.cat([scores.pool, scores.hard], 1).detach()
-    allowed = negatives > -torch.inf
-    has = allowed.any(1)
-    n = has.sum().clamp(min=1)
-    positive = scores.positive.detach()
-    hardest = torch.where(has, torch.cat([negatives, negatives.new_full((b, 1), -torch.inf)], 1).amax(1), 0)
-    changed = (filtered.pool != scores.pool).sum() + (filtered.hard != scores.hard).sum()
+    pool, positive = scores.pool.detach(), scores.positive.detach()
+    negatives = torch.cat([pool, scores.hard.detach()], 1) if scores.hard.shape[1] else pool
+    hardest = negatives.amax(1) if negatives.shape[1] else torch.full_like(positive, -torch.inf)
+    has = hardest > -torch.inf
+    n, margin = has.sum().clamp(min=1), positive - hardest
+    nothing = positive.new_zeros(())
+    changed = nothing
+    if filtered is not scores:
+        changed = (filtered.pool != pool).sum() + (filtered.hard != scores.hard).sum()
+        changed = changed / (negatives > -torch.inf).sum().clamp(min=1)
     return torch.stack(
         [
-            (has & (positive > hardest)).sum() / n,
+            (margin > 0).logical_and_(has).sum() / n,
             positive.mean(),
-            hardest.sum() / n,
-            torch.where(has, positive - hardest, 0).sum() / n,
-            ((scores.pool == -torch.inf).sum() - b) / max(1, b * (p - 1)) if p else positive.new_zeros(()),
-            changed / allowed.sum().clamp(min=1),
+            hardest.masked_fill(~has, 0).sum() / n,
+            margin.masked_fill(~has, 0).sum() / n,
+            1 - (pool > -torch.inf).sum() / (b * (p - 1)) if p > 1 else nothing,
+            changed,
         ]
     )
 
