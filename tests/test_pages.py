@@ -1,4 +1,4 @@
-"""Page-image recipes: tiny retrievers learn drawn pages by heart, adapters and all; copies of a page are no negatives."""
+"""Page-image recipes: tiny retrievers learn drawn pages by heart; copies of a page are no negatives."""
 
 from __future__ import annotations
 

@@ -23,7 +23,17 @@ from transformers import logging as transformers_logging
 
 import st_colbert_losses
 from tests.models import PYLATE
-from training_recipes import bm25, card, command_line, evaluate, retrieval_task, stdlib_docstrings, teacher, train
+from training_recipes import (
+    bm25,
+    card,
+    command_line,
+    evaluate,
+    offline,
+    retrieval_task,
+    stdlib_docstrings,
+    teacher,
+    train,
+)
 from training_recipes.stdlib_docstrings import load_pairs
 
 ROOT = Path(__file__).parents[1]
@@ -416,6 +426,25 @@ def test_unknown_loss_lists_the_choices():
 
 def test_unknown_flag():
     assert "--los_s" in refusal("--los_s", "1")
+
+
+def test_a_reporter_that_is_not_there(tmp_path: Path):
+    assert "--report_to" in refusal("--report_to", "wandb", "--output_dir", str(tmp_path))
+    assert "--report_to" in refusal("--report_to", "crystal_ball", "--output_dir", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("argv", "names"),
+    [
+        ([], set()),
+        (["--model", "a/b", "--bf16", "true", "--dataset=c"], {"a/b", "c"}),
+        (["--datasets", "stdlib", "a/b", "--world", "st"], {"stdlib", "a/b"}),
+        (["--push_to_hub"], {"push_to_hub"}),
+        ([str(ROOT / "training_recipes" / "pages_colpali.yaml")], {"tiny-colpali", "stdlib-pages"}),
+    ],
+)
+def test_what_a_command_line_names(argv: list[str], names: set[str]):
+    assert offline.named(argv) == names
 
 
 def test_unknown_world():

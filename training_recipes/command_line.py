@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 import torch
 import yaml
 from transformers import HfArgumentParser, TrainingArguments
+from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_utils import get_last_checkpoint
 
 import st_colbert_losses
@@ -205,6 +206,12 @@ def check(recipe: Recipe, args: TrainingArguments) -> None:
                 fail(f"--{flag} is {text}; it must be a JSON object, as in '{{\"name\": 1}}'")
         except json.JSONDecodeError as error:
             fail(f"--{flag} is {text}, which is no JSON ({error}); it must be an object, as in '{{\"name\": 1}}'")
+
+    try:
+        for callback in get_reporting_integration_callbacks(args.report_to):
+            callback()
+    except (RuntimeError, ValueError) as error:
+        fail(f"--report_to: {error}")
 
     folder = Path(args.output_dir)
     try:

@@ -18,15 +18,16 @@ NAMES = ("model", "dataset", "datasets", "teacher", "push_to_hub")
 
 def named(argv: list[str]) -> set[str]:
     """Return the models and datasets that a command line and its YAML file name."""
-    found = set()
-    for flag, value in zip(argv, [*argv[1:], ""], strict=True):
-        key, _, joined = flag.removeprefix("--").partition("=")
-        if flag.startswith("--") and key in NAMES:
-            found.add(joined or value)
-        elif flag.endswith((".yaml", ".yml")):
+    found, key = set(), ""
+    for text in argv:
+        if text.startswith("--"):
+            key, _, text = text.removeprefix("--").partition("=")
+        if key in NAMES and (text or key == "push_to_hub"):  # a flag that stands alone
+            found.add(text or key)
+        elif text.endswith((".yaml", ".yml")):
             with suppress(OSError, ValueError, yaml.YAMLError):  # what is wrong with it is said later
-                given = yaml.safe_load(Path(flag).read_text(encoding="utf-8"))
-                found |= {str(given[key]) for key in NAMES if key in given}
+                given = yaml.safe_load(Path(text).read_text(encoding="utf-8"))
+                found |= {str(given[name]) for name in NAMES if name in given}
     return found
 
 
