@@ -63,8 +63,8 @@ class Cell:
     seeds: tuple[int, ...] = SEEDS
 
 
-def queue_cell(**arguments: Any) -> Cell:
-    return Cell("MoCoColbertLoss", 16, {"queue_size": 512, **arguments}, like="batch 16")
+def queue_cell(seeds: tuple[int, ...] = SEEDS, **arguments: Any) -> Cell:
+    return Cell("MoCoColbertLoss", 16, {"queue_size": 512, **arguments}, like="batch 16", seeds=seeds)
 
 
 def option_cell(loss: str = "ColbertLoss", **arguments: Any) -> Cell:
@@ -85,8 +85,9 @@ TABLES: dict[str, dict[str, Cell]] = {
         "queue 512, warm-up": queue_cell(warmup_steps=FULL),
         "queue 512, momentum documents": queue_cell(live_documents=False),
         "queue 512, momentum documents, warm-up": queue_cell(live_documents=False, warmup_steps=FULL),
-        "queue 512, momentum 0.9": queue_cell(momentum=0.9),
-        "queue 512, no momentum encoder": queue_cell(momentum=None),
+        "queue 512, momentum 0.9": queue_cell(SEEDS[:1], momentum=0.9),
+        "queue 512, momentum 0.999": queue_cell(SEEDS[:1], momentum=0.999),
+        "queue 512, no momentum encoder": queue_cell(SEEDS[:1], momentum=None),
     },
     "options": {
         "batch 16": BASE,
