@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,11 +24,12 @@ from st_colbert_losses.checks import (
 )
 from st_colbert_losses.columns import Batch, Column, Queued
 from st_colbert_losses.content import content_keys
-from st_colbert_losses.distributed import average_gradients, gather_columns, gather_sizes, rank, world_size
+from st_colbert_losses.distributed import gather_columns, gather_sizes, rank, world_size
 from st_colbert_losses.draws import draw_negatives
 from st_colbert_losses.encoding import embed, is_document_column, unwrap
 from st_colbert_losses.features import count_rows
 from st_colbert_losses.filters import filter_likely_positives
+from st_colbert_losses.learned import Shifts
 from st_colbert_losses.matryoshka import cut
 from st_colbert_losses.memory import MEMORY_ATTRIBUTES, Memory
 from st_colbert_losses.mini_batches import embed_in_mini_batches
@@ -48,8 +48,6 @@ from st_colbert_losses.scores import Scores, score
 from st_colbert_losses.signals import Signals, measure
 from st_colbert_losses.tokens import Tokens
 from st_colbert_losses.trainer import attach
-
-LOWEST_TEMPERATURE = 1e-4  # of a learned one
 
 COLBERT_CITATION = """
 @inproceedings{khattab2020colbert,
@@ -181,9 +179,7 @@ class LateInteractionLoss(nn.Module):
         self.model = model
         self.objective = objective
         self.explicit_negatives = explicit_negatives
-        # What the trainer's optimizer trains besides the model, each as its shift from where it starts: zeros.
-        self.shifts = nn.ParameterDict()
-        self._starts: dict[str, float] = {}
+        self.shifts = Shifts()  # what the trainer's optimizer trains besides the model
         self.temperature = temperature
         self._learn("temperature", learn_temperature)
         self.normalize_scores = normalize_scores
@@ -243,11 +239,11 @@ class LateInteractionLoss(nn.Module):
     @property
     def temperature(self) -> float:
         """T; a learned one as it is now."""
-        return self._now("temperature")
+        return self.shifts.now("temperature")
 
     @temperature.setter
     def temperature(self, value: float) -> None:
-        self._start("temperature", value)
+        self.shifts.start("temperature", value)
 
     @property
     def learn_temperature(self) -> bool:
@@ -390,7 +386,9 @@ class LateInteractionLoss(nn.Module):
             pool = gather_columns(pool)
         losses: list[Tensor] = []
         with torch.autocast(queries.tokens.vectors.device.type, enabled=False):
-            learned = self._learned(torch.promote_types(queries.tokens.vectors.dtype, torch.float32))
+            learned = self.shifts.values_for(
+                self.model, torch.promote_types(queries.tokens.vectors.dtype, torch.float32)
+            )
             for width, share in self._widths():
                 scores = self._score(width, batch, pool, hard, queued if pool else None)
                 filtered = scores
@@ -469,40 +467,11 @@ class LateInteractionLoss(nn.Module):
         weights = weights or [1.0] * len(dims)
         return sorted(((d, w / sum(weights)) for d, w in zip(dims, weights, strict=True)), reverse=True)
 
-    def _start(self, name: str, value: float) -> None:
-        """Set a hyperparameter that may be learned; a learned one goes on from there."""
-        self._starts[name] = value
-        if name in self.shifts:
-            nn.init.zeros_(self.shifts[name])
-
     def _learn(self, name: str, wanted: bool) -> None:
         """Make a hyperparameter one that is learned, if that is wanted."""
         check_option(self._name, f"learn_{name}", wanted)
         if wanted:
-            self.shifts[name] = nn.Parameter(torch.zeros(()))
-
-    def _now(self, name: str) -> float:
-        """The value of a hyperparameter that may be learned."""
-        start = self._starts[name]
-        if name not in self.shifts:
-            return start
-        return float(f"{_shifted(name, start, self.shifts[name].detach()).item():.6g}")
-
-    def _learned(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The hyperparameters that are learned; their gradient is the mean over processes, as the model's is."""
-        if not len(self.shifts):
-            return {}
-        of_model = [p.grad for p in self.model.parameters()]
-        if torch.is_grad_enabled() and of_model and all(gradient is None for gradient in of_model):
-            self.shifts.zero_grad()  # a Trainer zeroes the gradients of the model alone
-        with torch.no_grad():
-            if "temperature" in self.shifts:
-                self.shifts["temperature"].clamp_(min=math.log(LOWEST_TEMPERATURE / self._starts["temperature"]))
-        shifts = average_gradients(torch.stack(list(self.shifts.values()))).to(dtype)
-        return {
-            name: _shifted(name, self._starts[name], shift)
-            for name, shift in zip(self.shifts, shifts.unbind(), strict=True)
-        }
+            self.shifts.learn(name)
 
     def _remember(self, options: dict[str, Any]) -> None:
         """Make this a MoCo form, with a queue and a momentum encoder."""
@@ -544,8 +513,7 @@ class LateInteractionLoss(nn.Module):
     def forget(self) -> None:
         """Start again from the model as it is."""
         self.steps = 0
-        for name, start in self._starts.items():
-            self._start(name, start)
+        self.shifts.forget()
         if self.memory is not None:
             self.memory.forget(self.model)
 
@@ -568,11 +536,6 @@ class LateInteractionLoss(nn.Module):
     @property
     def _name(self) -> str:
         return type(self).__name__
-
-
-def _shifted(name: str, start: float, shift: Tensor) -> Tensor:
-    """A learned hyperparameter: the temperature moves by factors, all else by differences."""
-    return start * shift.exp() if name == "temperature" else start + shift
 
 
 LateInteractionLoss.__signature__ = whole_signature(  # type: ignore[attr-defined]

@@ -50,7 +50,7 @@ def check(rank: int, sizes: tuple[int, ...], name: str, options: dict) -> None:
         labels = torch.rand(rows, 2, generator=torch.Generator().manual_seed(3))
     together(of_rank(features, sizes, rank), labels[begin : begin + sizes[rank]]).backward()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("st_colbert_losses.base.average_gradients", lambda values: values)
+        patch.setattr("st_colbert_losses.learned.average_gradients", lambda values: values)
         one_process(single, features, labels).backward()
     largest = max(float(p.grad.abs().max()) for p in alone.parameters())
     assert largest > 1e-3

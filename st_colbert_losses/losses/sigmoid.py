@@ -76,11 +76,11 @@ class ColbertSigmoidLoss(LateInteractionLoss):
     @property
     def bias(self) -> float:
         """The score at which a pair is undecided; a learned one as it is now."""
-        return self._now("bias")
+        return self.shifts.now("bias")
 
     @bias.setter
     def bias(self, value: float) -> None:
-        self._start("bias", value)
+        self.shifts.start("bias", value)
 
     @property
     def learn_bias(self) -> bool:
