@@ -204,7 +204,7 @@ class MoCoColbertDistillationLoss(ColbertDistillationLoss):
 
     Args:
         model: The model to train.
-        **options: As for :class:`ColbertDistillationLoss`, and :class:`~st_colbert_losses.options.MoCoOptions`.
+        **options: As for :class:`ColbertDistillationLoss`, and :class:`~st_colbert_losses.options.MemoryOptions`.
 
     References:
         He et al. (2020), https://arxiv.org/abs/1911.05722; Wang et al. (2020), https://arxiv.org/abs/1912.06798
