@@ -107,7 +107,8 @@ class MoCoColbertPairwiseNegativeCELoss(ColbertPairwiseNegativeCELoss):
 
     Args:
         model: The model to train.
-        **options: As for :class:`ColbertPairwiseNegativeCELoss`, and :class:`~st_colbert_losses.options.MemoryOptions`.
+        **options: As for :class:`ColbertPairwiseNegativeCELoss`, and
+            :class:`~st_colbert_losses.options.MemoryOptions`.
 
     References:
         He et al. (2020), https://arxiv.org/abs/1911.05722; Wang et al. (2020), https://arxiv.org/abs/1912.06798
