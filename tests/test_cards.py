@@ -142,54 +142,54 @@ def test_code_of_the_card_runs_as_pasted(tmp_path: Path, monkeypatch: pytest.Mon
     assert (DOCUMENTS[0] if PYLATE else "tensor(") in capsys.readouterr().out
 
 
-@pytest.mark.skipif(PYLATE, reason="PyLate's own world")
-def test_sentence_transformers_reads_what_pylate_saved(tmp_path: Path):
-    """The card of a PyLate model says so; PyLate's files are written by hand here, as version 1.6 writes them."""
-    model = tiny_model()
-    folder = tmp_path / "model"
-    model.save_pretrained(str(folder))
-    expected = encoded(model, DOCUMENTS, is_query=False)
-    shutil.rmtree(folder / "2_MultiVectorMask")
-    shutil.rmtree(folder / "3_Normalize")
-    modules = [("", "sentence_transformers.models.Transformer"), ("1_Dense", "pylate.models.Dense.Dense")]
-    rows = [{"idx": n, "name": str(n), "path": path, "type": kind} for n, (path, kind) in enumerate(modules)]
-    (folder / "modules.json").write_text(json.dumps(rows))
-    dense = json.loads((folder / "1_Dense" / "config.json").read_text())
-    dense = {key: dense[key] for key in ("in_features", "out_features", "bias", "activation_function")}
-    (folder / "1_Dense" / "config.json").write_text(json.dumps({**dense, "use_residual": False}))
-    (folder / "config_sentence_transformers.json").write_text(
-        json.dumps(
-            {
-                "model_type": "ColBERT",
-                "prompts": {"query": "", "document": ""},
-                "query_prefix": "",
-                "document_prefix": "",
-                "query_length": 16,
-                "document_length": 64,
-                "attend_to_expansion_tokens": False,
-                "skiplist_words": [],
-                "do_query_expansion": False,
-            }
+if not PYLATE:
+
+    def test_sentence_transformers_reads_what_pylate_saved(tmp_path: Path):
+        """The card of a PyLate model says so; PyLate's files are written by hand here, as version 1.6 writes them."""
+        model = tiny_model()
+        folder = tmp_path / "model"
+        model.save_pretrained(str(folder))
+        expected = encoded(model, DOCUMENTS, is_query=False)
+        shutil.rmtree(folder / "2_MultiVectorMask")
+        shutil.rmtree(folder / "3_Normalize")
+        modules = [("", "sentence_transformers.models.Transformer"), ("1_Dense", "pylate.models.Dense.Dense")]
+        rows = [{"idx": n, "name": str(n), "path": path, "type": kind} for n, (path, kind) in enumerate(modules)]
+        (folder / "modules.json").write_text(json.dumps(rows))
+        dense = json.loads((folder / "1_Dense" / "config.json").read_text())
+        dense = {key: dense[key] for key in ("in_features", "out_features", "bias", "activation_function")}
+        (folder / "1_Dense" / "config.json").write_text(json.dumps({**dense, "use_residual": False}))
+        (folder / "config_sentence_transformers.json").write_text(
+            json.dumps(
+                {
+                    "model_type": "ColBERT",
+                    "prompts": {"query": "", "document": ""},
+                    "query_prefix": "",
+                    "document_prefix": "",
+                    "query_length": 16,
+                    "document_length": 64,
+                    "attend_to_expansion_tokens": False,
+                    "skiplist_words": [],
+                    "do_query_expansion": False,
+                }
+            )
         )
-    )
-    again = type(model)(str(folder), device="cpu")
-    for one, other in zip(encoded(again, DOCUMENTS, is_query=False), expected, strict=True):
-        assert torch.equal(one, other)
+        again = type(model)(str(folder), device="cpu")
+        for one, other in zip(encoded(again, DOCUMENTS, is_query=False), expected, strict=True):
+            assert torch.equal(one, other)
 
-
-def test_a_card_that_fails_costs_one_line_and_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
-    model = tiny_model()
-    model.save_pretrained(str(tmp_path), create_model_card=False)
-    monkeypatch.setattr(cards, "find_matches", lambda *_: 1 / 0)
-    monkeypatch.setattr(cards.ModelCard, "from_template", lambda **_: 1 / 0)
-    loss = st_colbert_losses.ColbertLoss(model)
-    assert not cards.leave_card(tmp_path, model, loss, model_name="m", **TEXTS, **FACTS)
-    picture, card = capsys.readouterr().out.splitlines()
-    assert picture.startswith("train: warning: no picture")
-    assert card.startswith("train: warning: the model is saved")
-    assert "division by zero" in card
-    for one, other in zip(type(model)(str(tmp_path), device="cpu").parameters(), model.parameters(), strict=True):
-        assert torch.equal(one, other)
+    def test_a_card_that_fails_costs_one_line_and_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+        model = tiny_model()
+        model.save_pretrained(str(tmp_path), create_model_card=False)
+        monkeypatch.setattr(cards, "find_matches", lambda *_: 1 / 0)
+        monkeypatch.setattr(cards.ModelCard, "from_template", lambda **_: 1 / 0)
+        loss = st_colbert_losses.ColbertLoss(model)
+        assert not cards.leave_card(tmp_path, model, loss, model_name="m", **TEXTS, **FACTS)
+        picture, card = capsys.readouterr().out.splitlines()
+        assert picture.startswith("train: warning: no picture")
+        assert card.startswith("train: warning: the model is saved")
+        assert "division by zero" in card
+        for one, other in zip(type(model)(str(tmp_path), device="cpu").parameters(), model.parameters(), strict=True):
+            assert torch.equal(one, other)
 
 
 # The picture
@@ -224,64 +224,68 @@ def test_marks_are_drawn_at_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert frames == [(best - 0.5, row - 0.5) for row, best in enumerate(matches.best.tolist())]
 
 
-@pytest.mark.skipif(PYLATE, reason="PyLate has no page images")
-@pytest.mark.parametrize("family", ["colpali", "colqwen2"])
-def test_patches_over_a_page(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from sentence_transformers.multi_vector_encoder.interpretability import get_n_patches
+if not PYLATE:
 
-    from tests.images import page, page_retriever
+    @pytest.mark.parametrize("family", ["colpali", "colqwen2"])
+    def test_patches_over_a_page(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+        from sentence_transformers.multi_vector_encoder.interpretability import get_n_patches
 
-    model, image = page_retriever(family, tmp_path / "model"), page("birds sing", (90, 120))
-    matches = find_matches(model, "who sings", image)
-    columns, rows = get_n_patches(model, image.size)
-    assert matches.patches[matches.patches >= 0].tolist() == list(range(columns * rows))
-    query = model.encode_query(["who sings"], show_progress_bar=False)[0]
-    document = model.encode_document([image], show_progress_bar=False)[0]
-    assert torch.equal(matches.best, (query @ document.T).argmax(1))
+        from tests.images import page, page_retriever
 
-    # The tokens of the query match the patches 1, 5, 5 best; the last is nearer still to a token that is no patch.
-    cosines = torch.zeros(4, len(matches.patches))
-    for row, patch in enumerate((1, 5, 5)):
-        cosines[row, matches.patches == patch] = 1
-    cosines[3, matches.patches == 2], cosines[3, (matches.patches == -1).nonzero()[0]] = 0.5, 1.0
-    known = matches._replace(
-        query=["a", "b", "c", "d"],
-        cosines=cosines,
-        best=cosines.argmax(1),
-        special=torch.tensor([False, False, False, False]),
-    )
-    said = []
-    monkeypatch.setattr("matplotlib.axes.Axes.set_title", lambda _, title, **__: said.append(title))
-    monkeypatch.setattr("matplotlib.axes.Axes.text", lambda *args, **__: said.append(args[3]))
-    frames = []
-    monkeypatch.setattr("matplotlib.axes.Axes.add_patch", lambda _, frame: frames.append(frame.get_xy()))
-    draw_page_matches(known, image, (columns, rows), tmp_path / "page.png")
-    width, height = image.size[0] / columns, image.size[1] / rows
-    assert frames == [(patch % columns * width, patch // columns * height) for patch in (1, 2, 5)]
-    assert said == ["a", "d", "b c", "mean of the best cosines 1.000; 3 of 4 tokens match a patch best"]
-    with pytest.raises(ValueError, match="expected"):
-        draw_page_matches(known, image, (columns + 1, rows), tmp_path / "page.png")
+        model, image = page_retriever(family, tmp_path / "model"), page("birds sing", (90, 120))
+        matches = find_matches(model, "who sings", image)
+        columns, rows = get_n_patches(model, image.size)
+        assert matches.patches[matches.patches >= 0].tolist() == list(range(columns * rows))
+        query = model.encode_query(["who sings"], show_progress_bar=False)[0]
+        document = model.encode_document([image], show_progress_bar=False)[0]
+        assert torch.equal(matches.best, (query @ document.T).argmax(1))
+
+        # The tokens of the query match the patches 1, 5, 5 best; the last is nearer still to a token that is no patch.
+        cosines = torch.zeros(4, len(matches.patches))
+        for row, patch in enumerate((1, 5, 5)):
+            cosines[row, matches.patches == patch] = 1
+        cosines[3, matches.patches == 2], cosines[3, (matches.patches == -1).nonzero()[0]] = 0.5, 1.0
+        known = matches._replace(
+            query=["a", "b", "c", "d"],
+            cosines=cosines,
+            best=cosines.argmax(1),
+            special=torch.tensor([False, False, False, False]),
+        )
+        said = []
+        monkeypatch.setattr("matplotlib.axes.Axes.set_title", lambda _, title, **__: said.append(title))
+        monkeypatch.setattr("matplotlib.axes.Axes.text", lambda *args, **__: said.append(args[3]))
+        frames = []
+        monkeypatch.setattr("matplotlib.axes.Axes.add_patch", lambda _, frame: frames.append(frame.get_xy()))
+        draw_page_matches(known, image, (columns, rows), tmp_path / "page.png")
+        width, height = image.size[0] / columns, image.size[1] / rows
+        assert frames == [(patch % columns * width, patch // columns * height) for patch in (1, 2, 5)]
+        assert said == ["a", "d", "b c", "mean of the best cosines 1.000; 3 of 4 tokens match a patch best"]
+        with pytest.raises(ValueError, match="expected"):
+            draw_page_matches(known, image, (columns + 1, rows), tmp_path / "page.png")
 
 
-@pytest.mark.skipif(PYLATE, reason="PyLate has no page images")
-def test_card_of_a_page_retriever(tmp_path: Path, capsys):
-    from tests.images import page, page_retriever
+if not PYLATE:
 
-    model = page_retriever("colpali", tmp_path / "base")
-    folder = tmp_path / "model"
-    model.save_pretrained(str(folder), create_model_card=False)
-    pages = {text: page(text, (90, 120)) for text in ("birds sing", "dogs bark")}
-    held_out = HeldOut({"q": "who sings"}, {"q": {"birds sing"}})
-    loss = st_colbert_losses.CachedColbertLoss(model, mini_batch_size=4)
-    assert cards.leave_card(folder, model, loss, held_out=held_out, corpus=pages, model_name=str(folder), **FACTS)
-    assert capsys.readouterr().out == ""
-    text = (folder / "README.md").read_text(encoding="utf-8")
-    assert "the patches framed" in text
-    blocks = [block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "MultiVectorEncoder" in block]
-    for block in blocks:
-        exec(block, {})
-    assert "tensor(" in capsys.readouterr().out
-    assert validation(text)[0] == 200
+    def test_card_of_a_page_retriever(tmp_path: Path, capsys):
+        from tests.images import page, page_retriever
+
+        model = page_retriever("colpali", tmp_path / "base")
+        folder = tmp_path / "model"
+        model.save_pretrained(str(folder), create_model_card=False)
+        pages = {text: page(text, (90, 120)) for text in ("birds sing", "dogs bark")}
+        held_out = HeldOut({"q": "who sings"}, {"q": {"birds sing"}})
+        loss = st_colbert_losses.CachedColbertLoss(model, mini_batch_size=4)
+        assert cards.leave_card(folder, model, loss, held_out=held_out, corpus=pages, model_name=str(folder), **FACTS)
+        assert capsys.readouterr().out == ""
+        text = (folder / "README.md").read_text(encoding="utf-8")
+        assert "the patches framed" in text
+        blocks = [
+            block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "MultiVectorEncoder" in block
+        ]
+        for block in blocks:
+            exec(block, {})
+        assert "tensor(" in capsys.readouterr().out
+        assert validation(text)[0] == 200
 
 
 # The cards that are kept here

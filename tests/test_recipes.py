@@ -498,3 +498,9 @@ def test_loss_arguments_that_do_not_fit(tiny_bert: str, tmp_path: Path):
     assert "cannot make ColbertLoss" in refusal(*argv, "--loss_arguments", '{"heat": 3}')
     assert "JSON" in refusal(*argv, "--loss_arguments", "{heat}")
     assert "temperature" in refusal(*argv, "--temperature", "-1")
+
+
+@pytest.mark.parametrize("flag", ["--query_length", "--document_length"])
+def test_texts_longer_than_the_model_has_positions(flag: str, tiny_bert: str, tmp_path: Path):
+    message = refusal("--model", tiny_bert, "--output_dir", str(tmp_path), flag, "600")
+    assert f"{flag} is 600, and the model has 512 positions" in message

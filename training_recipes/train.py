@@ -120,6 +120,7 @@ def main(argv: list[str]) -> None:
                 False if recipe.query_expansion is None and dense else recipe.query_expansion,
                 **json.loads(recipe.model_arguments),
             )
+            check_lengths(recipe, model)
         if recipe.lora:
             world.add_adapters(model, json.loads(recipe.lora))
     except Exception as error:
@@ -253,6 +254,19 @@ def make_loss(recipe: Recipe, model: nn.Module) -> nn.Module:
         return getattr(st_colbert_losses, recipe.loss)(model, **arguments)
     except (TypeError, ValueError) as error:
         fail(f"cannot make {recipe.loss} of --temperature and --loss_arguments: {error}")
+
+
+def check_lengths(recipe: Recipe, model: nn.Module) -> None:
+    """Refuse texts that are longer than the model has positions: it would fail once such a text comes."""
+    configs = (getattr(module, "config", None) for module in model.modules())
+    positions = [n for n in (getattr(config, "max_position_embeddings", None) for config in configs) if n]
+    lengths = {
+        "query_length": recipe.query_length or QUERY_LENGTH,
+        "document_length": recipe.document_length or DOCUMENT_LENGTH,
+    }
+    for flag, length in lengths.items():
+        if positions and length > min(positions):
+            raise ValueError(f"--{flag} is {length}, and the model has {min(positions)} positions; lower it")
 
 
 def starts_dense(name: str) -> bool:
