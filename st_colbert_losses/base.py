@@ -213,6 +213,7 @@ class LateInteractionLoss(nn.Module):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        # What help() and inspect.signature read; to mypy a class has no such attribute.
         cls.__signature__ = whole_signature(cls.__init__, LateInteractionLoss.__init__)  # type: ignore[attr-defined]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -529,7 +530,7 @@ class LateInteractionLoss(nn.Module):
         return self.memory
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        super().__setstate__(state)  # type: ignore[no-untyped-call] # torch does not type it
         self.attached = False
         hear_of_steps(self)  # a copy hears of its own model's
 
@@ -538,6 +539,7 @@ class LateInteractionLoss(nn.Module):
         return type(self).__name__
 
 
+# As __init_subclass__ does for the others.
 LateInteractionLoss.__signature__ = whole_signature(  # type: ignore[attr-defined]
     LateInteractionLoss.__init__, LateInteractionLoss.__init__
 )

@@ -56,13 +56,13 @@ def check_tokens(owner: str, queries: object, documents: object) -> list[Tokens]
         ValueError: Saying who, got, expected and the remedy.
     """
     listed = documents if isinstance(documents, (list, tuple)) else None
-    if listed is None or not all(isinstance(t, Tokens) for t in (queries, *listed)):
+    tokens = [t for t in (queries, *(listed or ())) if isinstance(t, Tokens)]
+    if listed is None or len(tokens) < 1 + len(listed):
         of = type(documents).__name__ if listed is None else [type(t).__name__ for t in listed]
         raise ValueError(
             f"{owner}: got queries of type {type(queries).__name__} and documents {of}, expected Tokens and a list of "
             "Tokens, one per document column. Write from_tokens(Tokens(queries), [Tokens(positives)])."
         )
-    tokens: list[Tokens] = [queries, *listed]  # type: ignore[list-item] # checked above
     dimensions = [t.vectors.shape[-1] for t in tokens]
     if len(set(dimensions)) > 1:
         raise ValueError(

@@ -113,13 +113,12 @@ def join_rows(columns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     joined = {}
     texts = [column["attention_mask"].shape for column in columns if "attention_mask" in column]
     for key, value in columns[0].items():
-        values = [column.get(key) for column in columns]
+        parts = [part for part in (column.get(key) for column in columns) if isinstance(part, Tensor)]
         if not isinstance(value, Tensor) or value.ndim == 0:
             joined[key] = value
             continue
-        if not all(isinstance(v, Tensor) for v in values):
+        if len(parts) < len(columns):
             continue
-        parts: list[Tensor] = values  # type: ignore[assignment] # checked above
         if [part.shape for part in parts] == texts and value.ndim == 2:
             width = max(part.shape[1] for part in parts)
             parts = [F.pad(part, (0, width - part.shape[1])) for part in parts]

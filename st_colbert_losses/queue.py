@@ -127,7 +127,7 @@ class DocumentQueue:
                 self._lent = None
 
         if scores.requires_grad:
-            scores.register_hook(give_back)  # type: ignore[no-untyped-call]
+            scores.register_hook(give_back)  # type: ignore[no-untyped-call] # torch does not type it
 
     def state(self) -> dict[str, Tensor]:
         """The documents and what is known of them, for a checkpoint."""

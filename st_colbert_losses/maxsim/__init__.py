@@ -27,7 +27,7 @@ __all__ = ["PackedTokens", "maxsim", "maxsim_own", "use_kernels"]
 
 def _eager(function: _F) -> _F:
     """Leave a function out of ``torch.compile``: there is nothing to fuse, and its tiles change with every batch."""
-    return cast(_F, torch.compiler.disable(function))  # type: ignore[no-untyped-call]
+    return cast(_F, torch.compiler.disable(function))  # type: ignore[no-untyped-call] # torch does not type it
 
 
 @_eager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from st_colbert_losses.maxsim.winners import limits, sums_at_winners, sums_of_wi
 def hard_scores(queries: Queries, store: Tensor, documents: Documents) -> Tensor:
     """(K, B) scores of the documents in a store (R, D)."""
     if torch.is_grad_enabled() and (queries.vectors.requires_grad or store.requires_grad):
-        return _HardMaxSim.apply(queries.vectors, store, queries, documents)  # type: ignore[no-any-return]
+        return cast(Tensor, _HardMaxSim.apply(queries.vectors, store, queries, documents))
     return _search(queries, store, documents, None)
 
 

@@ -37,6 +37,7 @@ def kernel_scores(queries: Tokens, documents: Tokens, *, own: bool) -> Tensor | 
     """Scores (B, C), or (B, N) of the queries' ``own`` documents; ``None`` where the kernels do not apply."""
     if not (_wanted and _applicable(queries.vectors, documents.vectors) and _installed()):
         return None
+    # An optional package: mypy may find it or not.
     from late_interaction_kernels import maxsim  # type: ignore[import-not-found, unused-ignore]
 
     b = len(queries)

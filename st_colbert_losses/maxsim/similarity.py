@@ -21,7 +21,7 @@ def similarities(rows: Tensor, vectors: Tensor) -> Tensor:
 
 
 def _onednn() -> bool:
-    built: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    built: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call] # torch does not type it
     return built and bool(torch.backends.mkldnn.enabled)
 
 

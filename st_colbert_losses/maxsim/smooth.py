@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from st_colbert_losses.maxsim.similarity import similarities
 
 def smooth_scores(queries: Queries, store: Tensor, documents: Documents, tau: float) -> Tensor:
     """(K, B) scores of the documents in a store (R, D)."""
-    return _SmoothMaxSim.apply(queries.vectors, store, queries, documents, tau)  # type: ignore[no-any-return]
+    return cast(Tensor, _SmoothMaxSim.apply(queries.vectors, store, queries, documents, tau))
 
 
 class _SmoothMaxSim(torch.autograd.Function):
