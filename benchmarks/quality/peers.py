@@ -1,0 +1,67 @@
+"""The peers' losses in the trainer of sentence-transformers, each in its library's own formulation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from benchmarks.quality.cells import COLPALI, PYLATE, ST
+
+
+class Encoder(nn.Module):
+    """A MultiVectorEncoder as PyLate's losses see a model: called with features alone, nothing on its skiplist."""
+
+    skiplist: tuple[int, ...] = ()
+    do_query_expansion = False
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
+        return self.model(features, task=features["task"])
+
+
+def pylate(model: nn.Module, temperature: float) -> nn.Module:
+    from pylate.losses import Contrastive
+
+    return Contrastive(Encoder(model), temperature=temperature)
+
+
+def sentence_transformers(model: nn.Module, temperature: float) -> nn.Module:
+    from sentence_transformers.multi_vector_encoder.losses import MultiVectorMultipleNegativesRankingLoss
+
+    return MultiVectorMultipleNegativesRankingLoss(model, scale=1 / temperature)
+
+
+class ColPali(nn.Module):
+    """colpali-engine's pairwise loss, on sums as the released ColPali; padding is zeroed, as its models do."""
+
+    def __init__(self, model: nn.Module, temperature: float) -> None:
+        from colpali_engine.loss import ColbertPairwiseCELoss
+
+        super().__init__()
+        self.model = model
+        self.loss = ColbertPairwiseCELoss(temperature=temperature, normalize_scores=False)
+
+    def forward(self, features: list[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
+        encoded = [self.model(dict(column), task=column["task"]) for column in features]
+        return self.loss(*(e["token_embeddings"] * e["attention_mask"][..., None] for e in encoded))
+
+
+PEERS: dict[str, Callable[..., nn.Module]] = {PYLATE: pylate, ST: sentence_transformers, COLPALI: ColPali}
+
+
+def make_loss(name: str, model: nn.Module, arguments: dict[str, Any]) -> nn.Module:
+    """Make one of our losses or a peer's, by its name."""
+    import st_colbert_losses
+
+    return PEERS[name](model, **arguments) if name in PEERS else getattr(st_colbert_losses, name)(model, **arguments)
+
+
+def settings_of(loss: nn.Module, arguments: dict[str, Any]) -> dict[str, Any]:
+    """What a result records of a loss."""
+    own = type(loss).__module__.startswith("st_colbert_losses")
+    return loss.get_config_dict() if own else {"module": type(loss).__module__, **arguments}
