@@ -18,18 +18,18 @@ from datasets import Dataset
 
 from training_recipes.retrieval_task import HeldOut, RetrievalTask
 
-FOLDERS = (os.environ.get("WNSEARCHDIR", ""), "/usr/share/wordnet")
+INSTALLED = "/usr/share/wordnet"
 DOCUMENTS, TRAIN, DEV, TEST = 8000, 1524, 500, 1000
 MIN_WORDS = 4  # of an example
 
 
 def read_pairs() -> list[tuple[str, str]]:
     """Return (example, words and gloss) of every synset that has an example, in an order that looks random."""
-    folder = next((Path(name) for name in FOLDERS if name and Path(name, "data.noun").is_file()), None)
-    if folder is None:
+    folder = Path(os.environ.get("WNSEARCHDIR", INSTALLED))
+    if not (folder / "data.noun").is_file():
         raise FileNotFoundError(
-            "WordNet was not found; expected data.noun in $WNSEARCHDIR or /usr/share/wordnet: install Debian's "
-            "package wordnet-base, or set WNSEARCHDIR"
+            f"{folder} has no data.noun; expected WordNet 3.0: install Debian's package wordnet-base, or name its "
+            "folder in WNSEARCHDIR"
         )
     found = []
     for part in ("noun", "verb", "adj", "adv"):
