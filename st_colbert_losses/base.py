@@ -63,7 +63,7 @@ COLBERT_CITATION = """
 class LateInteractionLoss(nn.Module):
     """A loss over MaxSim scores with any objective.
 
-    The five named losses are this class with an objective and its defaults; use it directly to try another one.
+    The named losses are this class with an objective and its defaults; use it directly to try another one.
 
     Args:
         model: A PyLate ``ColBERT``, a sentence-transformers ``MultiVectorEncoder``, or a module that maps a feature

@@ -70,14 +70,14 @@ class Notices:
             return
         pool = scores.pool.detach()
         negatives = pool[pool != -torch.inf]
-        if bool(scores.positive.isnan().any()) or bool(negatives.isnan().any()):
+        if not (bool(scores.positive.isfinite().all()) and bool(negatives.isfinite().all())):
             self.warn(
                 "nan",
-                "scores are NaN, so token embeddings hold NaN or infinity. Look at the learning rate and at "
+                "scores are NaN or infinite, so token embeddings are. Look at the learning rate and at "
                 "max_grad_norm, or use bf16 in place of fp16.",
             )
             return
-        if len(negatives) == 0:
+        if len(negatives) == 0 and pool.shape[1]:  # a loss without an in-batch term scores no pool
             reason = "it has one row" if len(pool) == 1 else "its rows are copies, share a label, or are empty"
             self.warn(
                 "negatives",

@@ -7,7 +7,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from torch import nn
@@ -108,8 +108,8 @@ def whole_signature(init: Callable[..., None], base: Callable[..., None]) -> ins
     whole = [p for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD]
     if len(whole) < len(parameters):
         own = MEMORY_DEFAULTS if "MoCo" in str(parameters[-1].annotation) else {}
-        keyword = inspect.Parameter.KEYWORD_ONLY
-        whole += [inspect.Parameter(name, keyword, default=default) for name, default in own.items()]
+        keyword, types = inspect.Parameter.KEYWORD_ONLY, get_type_hints(MemoryOptions)
+        whole += [inspect.Parameter(n, keyword, default=default, annotation=types[n]) for n, default in own.items()]
         named = {p.name for p in whole}
         whole += [common[name] for name in Options.__annotations__ if name not in named]
     return inspect.Signature(whole)

@@ -83,6 +83,11 @@ def test_any_batch(data):
     )
 
 
+def test_no_warning_of_negatives_that_no_term_asks_for(caplog):
+    ColbertDistillationLoss(Passthrough())(make_batch([2, 2], [[2, 2]] * 2).features, TEACHER[:2, :2])
+    assert not caplog.records
+
+
 def test_contrastive_alone_is_infonce():
     batch = make_batch([3, 2, 1], [[3, 2, 1], [2, 1, 4], [1, 2, 2]])
     ours = ColbertDistillationLoss(Passthrough(), contrastive_weight=1.0, temperature=0.1, normalize_scores=True)

@@ -123,12 +123,12 @@ def test_nothing_to_contrast_with():
     assert loss.metrics["filtered_share"] == 1
 
 
-@pytest.mark.parametrize(("bad", "said"), [(torch.nan, "scores are NaN"), (torch.inf, "a mean score of inf")])
-def test_what_comes_in_goes_out(bad: float, said: str, caplog: pytest.LogCaptureFixture):
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_comes_in_goes_out(bad: float, caplog: pytest.LogCaptureFixture):
     vectors = torch.full((8, 3, 4), 0.5)
     vectors[0, 0, 0] = bad
     assert ours.ColbertLoss(nn.Identity()).from_tokens(Tokens(vectors), [alike()]).isnan()
-    assert said in caplog.text
+    assert [record.args[1][:26] for record in caplog.records] == ["scores are NaN or infinite"]
 
 
 def log_calls() -> list[str]:

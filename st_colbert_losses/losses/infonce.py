@@ -44,7 +44,7 @@ class ColbertLoss(LateInteractionLoss):
         =======  ===============================================  ==========================
         column   holds                                            is a candidate of
         =======  ===============================================  ==========================
-        0        queries                                          -
+        0        queries                                          nothing
         1        positives                                        every query of the batch
         2, ...   negatives (optional)                             every query of the batch
         =======  ===============================================  ==========================

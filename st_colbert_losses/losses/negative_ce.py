@@ -34,7 +34,7 @@ class ColbertNegativeCELoss(LateInteractionLoss):
         =======  ===============================================  ==========================
         column   holds                                            is a candidate of
         =======  ===============================================  ==========================
-        0        queries                                          -
+        0        queries                                          nothing
         1        positives                                        every query of the batch
         2, ...   negatives (at least one column)                  their own row
         =======  ===============================================  ==========================
