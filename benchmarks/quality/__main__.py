@@ -44,7 +44,8 @@ def path_of(name: str, task: str, split: str, seed: int, point: Mapping[str, flo
 def ensure(name: str, task: str, split: str, seed: int, point: Mapping[str, float]) -> dict[str, Any]:
     """The result of a cell, run now in a process of its own where it is not there, or was run at another point."""
     path = path_of(name, task, split, seed, point)
-    if not path.exists() or point.items() - json.loads(path.read_text(encoding="utf-8")).items():
+    done = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if not done or any(done[axis] != value for axis, value in point.items()):
         job = json.dumps([name, task, split, seed, dict(point)])
         command = [sys.executable, "-m", "benchmarks.quality", "--job", job]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
