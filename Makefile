@@ -1,6 +1,7 @@
 # make train   train a retriever (LOSS=ColbertSigmoidLoss, WORLD=st, ARGS="--learning_rate 3e-5" to choose)
 # make test    run the whole suite in both worlds
 # make lint    style, formatting and types
+# make docs    the documentation as a site, warnings as errors
 # make bench-maxsim, bench-cached, bench-losses    speed and memory next to the peers (docs/benchmarks.md)
 # make bench-all-reduces, bench-scaling            what several processes send each other (docs/scaling.md)
 #
@@ -18,7 +19,7 @@ ifeq ($(filter $(WORLD),pylate st),)
 $(error unknown WORLD '$(WORLD)'; choose pylate or st)
 endif
 
-.PHONY: train test lint bench-maxsim bench-cached bench-losses bench-quality bench-all-reduces bench-scaling clean
+.PHONY: train test lint docs bench-maxsim bench-cached bench-losses bench-quality bench-all-reduces bench-scaling clean
 
 train: .venvs/$(WORLD)/.train-ready
 	.venvs/$(WORLD)/bin/python -m training_recipes.train --world $(WORLD) --loss $(LOSS) $(ARGS)
@@ -33,6 +34,10 @@ lint: .venvs/st/.test-ready
 	.venvs/st/bin/ruff check .
 	.venvs/st/bin/ruff format --check .
 	.venvs/st/bin/mypy
+
+docs: .venvs/st/.test-ready
+	.venvs/st/bin/sphinx-build --quiet --nitpicky --fail-on-warning --keep-going -c docs -d output/doctrees . output/docs
+	@echo "The site is at output/docs/index.html"
 
 bench-maxsim bench-cached bench-losses bench-quality bench-all-reduces bench-scaling: bench-%: .venvs/bench/.ready
 	.venvs/bench/bin/python -m benchmarks.$(subst -,_,$*) $(ARGS)
