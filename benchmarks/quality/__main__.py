@@ -16,24 +16,25 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["OMP_NUM_THREADS"] = "1"
 
 from benchmarks.quality.cells import CELLS, LEARNING_RATE, SEEDS, TABLES
 from benchmarks.quality.report import write
+from benchmarks.quality.run import quiet, run
 
 RESULTS = Path("benchmarks/results/quality")
+Point = Mapping[str, float]  # arguments of the loss, and the learning rate
 
 
-def path_of(name: str, task: str, split: str, seed: int, point: Mapping[str, float]) -> Path:
+def path_of(name: str, task: str, split: str, seed: int, point: Point) -> Path:
     words = [] if task == "stdlib" else [task]
     words += name.replace(",", "").split()
     if split == "dev":  # one file a point; on test there is one point
@@ -41,43 +42,45 @@ def path_of(name: str, task: str, split: str, seed: int, point: Mapping[str, flo
     return RESULTS / ("-".join([*words, f"seed{seed}"]) + ".json")
 
 
-def ensure(name: str, task: str, split: str, seed: int, point: Mapping[str, float]) -> dict[str, Any]:
-    """The result of a cell, run now in a process of its own where it is not there, or was run at another point."""
-    path = path_of(name, task, split, seed, point)
-    done = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    if not done or any(done[axis] != value for axis, value in point.items()):
-        job = json.dumps([name, task, split, seed, dict(point)])
-        command = [sys.executable, "-m", "benchmarks.quality", "--job", job]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
-    result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    print(f"  {path.stem:70} nDCG@10 {result['ndcg@10']:.4f}  {result.get('seconds', 0):5.0f} s", flush=True)
-    return result
+class Runs:
+    """Runs cells, `jobs` at a time, each in another process, unless its result is there."""
 
+    def __init__(self, jobs: int) -> None:
+        spawn = get_context("spawn")
+        self.searching = ProcessPoolExecutor(jobs, spawn, quiet)
+        self.measuring = ProcessPoolExecutor(jobs, spawn, quiet, max_tasks_per_child=1)  # a fresh one has clean memory
+        self.points: dict[str, dict[str, float]] = {}
+        self.locks = {name: Lock() for name in CELLS}
 
-searching: dict[str, Lock] = {name: Lock() for name in CELLS}
+    def result(self, name: str, task: str, split: str, seed: int, point: Point) -> dict[str, Any]:
+        """The result of a cell at a point."""
+        path = path_of(name, task, split, seed, point)
+        done = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        if not done or any(done[axis] != value for axis, value in point.items()):
+            pool = self.searching if split == "dev" else self.measuring
+            done = pool.submit(run, name, task, split, seed, point).result()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(done, indent=1) + "\n", encoding="utf-8")
+        print(f"  {path.stem:70} nDCG@10 {done['ndcg@10']:.4f}  {done.get('seconds', 0):5.0f} s", flush=True)
+        return done
 
+    def point(self, name: str) -> dict[str, float]:
+        """The arguments of the loss and the learning rate that do best on dev, one axis after the other."""
+        with self.locks[name]:
+            if name not in self.points:
+                self.points[name] = self.search(name)
+        return self.points[name]
 
-def search(name: str) -> dict[str, float]:
-    """The learning rate and the arguments of the loss that do best on dev, one axis after the other."""
-    with searching[name]:
-        return found_point(name)
-
-
-@cache
-def found_point(name: str) -> dict[str, float]:
-    cell = CELLS[name]
-    point = search(cell.like) if cell.like else {}
-    if cell.loss in (None, "BM25", "dense"):
-        return {}
-    axes = {axis: values for axis, values in cell.search.items() if len(values) > 1}
-    start = {axis: float(cell.arguments.get(axis, values[len(values) // 2])) for axis, values in axes.items()}
-    point = {**point, **start}
-    point |= {axis: float(value) for axis, value in cell.arguments.items() if axis == "temperature"}
-    for axis, values in axes.items():
-        tried = [ensure(name, "stdlib", "dev", SEEDS[0], {**point, axis: value}) for value in values]
-        point[axis] = float(max(tried, key=lambda result: result["ndcg@10"])[axis])
-    return point
+    def search(self, name: str) -> dict[str, float]:
+        cell = CELLS[name]
+        point = dict(self.point(cell.like)) if cell.like else {}
+        for axis, values in cell.search.items():
+            point[axis] = cell.arguments.get(axis, values[len(values) // 2])
+        point |= {axis: value for axis, value in cell.arguments.items() if axis in point}
+        for axis, values in cell.search.items():
+            tried = [self.result(name, "stdlib", "dev", SEEDS[0], {**point, axis: value}) for value in values]
+            point[axis] = max(tried, key=lambda result: result["ndcg@10"])[axis]
+        return point
 
 
 def main() -> None:
@@ -85,20 +88,12 @@ def main() -> None:
     parser.add_argument("tables", nargs="*", default=list(TABLES), help=", ".join(TABLES))
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
     parser.add_argument("--jobs", type=int, default=1, help="cells at a time")
-    parser.add_argument("--job", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.job:
-        from benchmarks.quality.run import run
-
-        job = json.loads(args.job)
-        path = path_of(*job)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(run(*job), indent=1) + "\n", encoding="utf-8")
-        return
-    with ThreadPoolExecutor(args.jobs) as pool:
+    runs = Runs(args.jobs)
+    with ThreadPoolExecutor(args.jobs) as threads:
         for table in args.tables:
             cells = TABLES[table]
-            points = dict(zip(cells, pool.map(search, cells), strict=True))
+            points = dict(zip(cells, threads.map(runs.point, cells), strict=True))
             jobs = [
                 (name, task, "test", seed, points[name])
                 for seed in args.seeds
@@ -106,7 +101,7 @@ def main() -> None:
                 for name, cell in cells.items()
                 if seed in cell.seeds
             ]
-            results = list(pool.map(lambda job: ensure(*job), jobs))
+            results = list(threads.map(lambda job: runs.result(*job), jobs))
             searched = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("*-dev-*.json"))]
             write(table, cells, results, searched)
 

@@ -29,7 +29,8 @@ class Cell:
         negatives: BM25 negatives of each row.
         teacher: Add a teacher's scores of each row's documents: MiniLM and BM25, half each.
         repeats: Train on so many copies of the first rows, as many rows in all.
-        bf16: Train under bfloat16 autocast, as the trainers do it: encoder alone. Evaluation is in float32.
+        bf16: Train, and encode what is measured, under bfloat16 autocast, as the trainers do it: the encoder alone.
+            Losses and rankings are in float32.
         seeds: It is run with.
     """
 

