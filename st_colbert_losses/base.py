@@ -206,7 +206,6 @@ class LateInteractionLoss(nn.Module):
         self.memory: Memory | None = None
         self.steps = 0  # optimizer steps of the model
         self.signals = Signals()
-        self.attached = False  # to the Trainer that is running
         self._notices = Notices(self._name)
         self._widths()
         hear_of_steps(self)
@@ -284,7 +283,7 @@ class LateInteractionLoss(nn.Module):
                 "column 0 was tokenised as documents, but it holds the queries. PyLate goes by the column's name: "
                 "rename it so that it contains 'query' or 'anchor'.",
             )
-        if training and not self.attached:
+        if training:
             attach(self)
         memory = self.memory if training else None
         fresh: list[Tokens] = []  # what the queue takes: the first document columns, encoded for it
@@ -387,9 +386,7 @@ class LateInteractionLoss(nn.Module):
             pool = gather_columns(pool)
         losses: list[Tensor] = []
         with torch.autocast(queries.tokens.vectors.device.type, enabled=False):
-            learned = self.shifts.values_for(
-                self.model, torch.promote_types(queries.tokens.vectors.dtype, torch.float32)
-            )
+            learned = self.shifts.values_for(torch.promote_types(queries.tokens.vectors.dtype, torch.float32))
             for width, share in self._widths():
                 scores = self._score(width, batch, pool, hard, queued if pool else None)
                 filtered = scores
@@ -435,8 +432,14 @@ class LateInteractionLoss(nn.Module):
 
     def _hyperparameters(self, learned: dict[str, Tensor]) -> dict[str, Any]:
         """What the objective asks for by name; what this loss does not have is left to the objective's default."""
-        _, *asked = inspect.signature(self.objective).parameters.values()
+        function = self.objective.forward if isinstance(self.objective, nn.Module) else self.objective
+        _, *asked = inspect.signature(function).parameters.values()
         names = [p.name for p in asked if p.default is p.empty or hasattr(self, p.name)]
+        if unknown := [name for name in names if not hasattr(self, name)]:
+            raise ValueError(
+                f"{self._name}: got an objective that asks for {unknown[0]!r}, expected hyperparameters of the loss, "
+                "such as temperature. Give it a default, or bind it with functools.partial."
+            )
         return {name: learned[name] if name in learned else getattr(self, name) for name in names}
 
     def _look(
@@ -519,10 +522,11 @@ class LateInteractionLoss(nn.Module):
             self.memory.forget(self.model)
 
     def get_extra_state(self) -> dict[str, Any]:
-        return {"steps": self.steps}
+        return {"steps": self.steps, "starts": {name: self.shifts.starts[name] for name in self.shifts}}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         self.steps = state["steps"]
+        self.shifts.starts.update(state["starts"])
 
     def _needs_memory(self) -> Memory:
         if self.memory is None:
@@ -531,7 +535,6 @@ class LateInteractionLoss(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call] # torch does not type it
-        self.attached = False
         hear_of_steps(self)  # a copy hears of its own model's
 
     @property

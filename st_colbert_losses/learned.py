@@ -43,13 +43,10 @@ class Shifts(nn.ParameterDict):
         for name, value in self.starts.items():
             self.start(name, value)
 
-    def values_for(self, model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Those that are learned, for a step of the model; their gradient is the mean over processes."""
+    def values_for(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Those that are learned, for a step; their gradient is the mean over processes."""
         if not len(self):
             return {}
-        gradients = [p.grad for p in model.parameters()]
-        if torch.is_grad_enabled() and gradients and all(gradient is None for gradient in gradients):
-            self.zero_grad()  # a Trainer zeroes the gradients of the model alone
         with torch.no_grad():
             if "temperature" in self:
                 self["temperature"].clamp_(min=math.log(LOWEST_TEMPERATURE / self.starts["temperature"]))

@@ -1,9 +1,9 @@
 """What a loss does inside a Trainer, without a word from the user: its state in checkpoints, its signals in the log.
 
-A Trainer saves the model and not the loss, and gives the loss no handle on itself. So at its first training forward a
-loss looks up the call stack for the Trainer that is running it and adds a callback, which writes the loss's own state
-into every checkpoint and puts its signals beside the loss into every log. If the Trainer resumed from a checkpoint,
-the state is read back at once.
+A Trainer saves the model and not the loss, and gives the loss no handle on itself. So in a training forward a loss
+looks up the call stack for the Trainer that is running it and, where it meets it first, adds a callback, which writes
+the loss's own state into every checkpoint and puts its signals beside the loss into every log. If the Trainer resumed
+from a checkpoint, the state is read back at once.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import logging
 import sys
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import quote
 
 import torch
 
 from st_colbert_losses.distributed import rank, world_size
+from st_colbert_losses.learned import Shifts
 from st_colbert_losses.signals import Signals
 
 logger = logging.getLogger("st_colbert_losses")
@@ -25,8 +27,8 @@ logger = logging.getLogger("st_colbert_losses")
 class Attached(Protocol):
     """What is attached: a loss."""
 
-    attached: bool
     signals: Signals
+    shifts: Shifts
 
     @property
     def remembers(self) -> bool:
@@ -45,23 +47,23 @@ class Attached(Protocol):
 def attach(loss: Attached) -> None:
     """Attach a loss, and all others of the Trainer that is calling, to that Trainer; restore them if it resumed."""
     trainer, checkpoint = _find_trainer()
-    if trainer is None:
+    if trainer is None or getattr(_callback_of(trainer, loss), "training", False):
         return
     losses = getattr(trainer, "loss", None)
     named: dict[str, Any] = dict(losses) if isinstance(losses, dict) else {"": losses}
     if not any(value is loss for value in named.values()):  # inside another loss
         named = {"": loss}
     for name, other in named.items():
-        if not getattr(other, "attached", True):
+        if hasattr(other, "own_state"):
             _attach(trainer, checkpoint, other, name)
 
 
 def _attach(trainer: Any, checkpoint: str | None, loss: Attached, name: str) -> None:
-    loss.attached = True
     # A file per loss of a dict and per process; the underscore keeps the Trainer from publishing it.
     process = f"_rank{rank()}" if world_size() > 1 else ""
-    file = f"_st_colbert_losses{'_' if name else ''}{name}{process}.pt"
-    _add_callback(trainer, loss, file, f"{name}_" if name else "")
+    file = f"_st_colbert_losses{'_' if name else ''}{quote(name, safe='')}{process}.pt"
+    callback = _callback_of(trainer, loss) or _add_callback(trainer, loss, file, f"{name}_" if name else "")
+    callback.training = True
     if checkpoint is None or not loss.remembers:
         return
     if Path(checkpoint, file).is_file():
@@ -94,13 +96,26 @@ def _find_trainer() -> tuple[Any, str | None]:
     return None, None
 
 
-def _add_callback(trainer: Any, loss: Attached, file: str, prefix: str) -> None:
+def _callback_of(trainer: Any, loss: Attached) -> Any:
+    """The callback of a loss in a Trainer that it met before."""
+    callbacks = trainer.callback_handler.callbacks
+    return next((callback for callback in callbacks if getattr(callback, "attached_loss", None) is loss), None)
+
+
+def _add_callback(trainer: Any, loss: Attached, file: str, prefix: str) -> Any:
     from transformers import TrainerCallback
 
     class InTraining(TrainerCallback):
         """Writes the loss's own state into every checkpoint, and its signals into every log of the training."""
 
         attached_loss = loss
+        training = False
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.training = False  # so that the loss looks for a checkpoint, also after a training that broke off
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            loss.shifts.zero_grad()  # a Trainer zeroes the gradients of the model alone
 
         def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if not loss.remembers:
@@ -116,11 +131,8 @@ def _add_callback(trainer: Any, loss: Attached, file: str, prefix: str) -> None:
             logs.update(signals)
             state.log_history[-1].update(signals)
 
-        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            loss.attached = False  # to look for a checkpoint at the next training
-
+    callback = InTraining()
+    trainer.add_callback(callback)
     callbacks = trainer.callback_handler.callbacks
-    if any(getattr(callback, "attached_loss", None) is loss for callback in callbacks):
-        return
-    trainer.add_callback(InTraining())
     callbacks.insert(0, callbacks.pop())  # before those that report the log
+    return callback

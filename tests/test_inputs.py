@@ -12,6 +12,7 @@ import sys
 
 import pytest
 import torch
+from torch import nn
 
 import st_colbert_losses
 from st_colbert_losses import ColbertLoss, LateInteractionLoss, Tokens
@@ -87,6 +88,25 @@ def test_what_are_no_tokens():
             loss.from_tokens(queries, positives)
     with pytest.raises(ValueError, match=r"ColbertLoss: got embeddings of \[4, 5\] dimensions"):
         loss.from_tokens(tokens, [Tokens(torch.rand(2, 3, 5))])
+
+
+class Hinge(nn.Module):
+    def forward(self, scores, temperature, slope=1.0):
+        return slope * (scores.pool.max(1).values - scores.positive + temperature).clamp(min=0)
+
+
+def test_an_objective_may_be_a_module():
+    rows = make_batch([2, 2], [[2, 2]] * 2)
+    value = LateInteractionLoss(Passthrough(), Hinge(), temperature=2.5)(rows.features)
+    same = LateInteractionLoss(
+        Passthrough(), lambda scores, temperature: Hinge()(scores, temperature), temperature=2.5
+    )
+    assert value == same(rows.features) > 0
+
+
+def test_an_objective_that_asks_for_what_is_not_there():
+    with pytest.raises(ValueError, match="asks for 'alpha', expected hyperparameters of the loss"):
+        LateInteractionLoss(Passthrough(), lambda scores, alpha: scores.positive)(make_batch([2], [[2]]).features)
 
 
 def test_objectives_that_are_none():

@@ -11,7 +11,6 @@ import torch
 from st_colbert_losses import CachedColbertLoss, ColbertDistillationLoss, ColbertLoss, ColbertSigmoidLoss
 from tests import reference
 from tests.batches import Passthrough, make_batch
-from tests.encoder import Encoder, batch
 
 LENGTHS = [3, 2, 1], [[3, 2], [2, 1], [1, 2]]
 
@@ -79,21 +78,11 @@ def test_cached_and_accumulated():
     torch.testing.assert_close(got, want / 2, rtol=1e-6, atol=0)
 
 
-def test_trainers_zero_the_gradients_of_the_model_alone():
-    """A new step starts from zero, a micro-step goes on from what is there."""
-    encoder, features = Encoder(), batch(rows=4, columns=2)
-    loss = ColbertLoss(encoder, temperature=0.3, learn_temperature=True)
-    once = ColbertLoss(encoder, temperature=0.3, learn_temperature=True)
-    for step in range(3):
-        encoder.zero_grad()
-        for _ in range(2):
-            loss(features).backward()
-        if step == 0:
-            want = loss.shifts["temperature"].grad.clone()
-    encoder.zero_grad()
-    once(features).backward()
-    torch.testing.assert_close(loss.shifts["temperature"].grad, want)
-    torch.testing.assert_close(want, 2 * once.shifts["temperature"].grad)
+def test_its_start_is_saved_with_it():
+    loss, other = (ColbertSigmoidLoss(Passthrough(), learn_temperature=True, learn_bias=True) for _ in range(2))
+    loss.temperature, loss.bias = 0.05, 0.3
+    other.load_state_dict(loss.state_dict())
+    assert (other.temperature, other.bias) == (0.05, 0.3)
 
 
 def test_it_stays_above_its_bound():

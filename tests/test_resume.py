@@ -10,6 +10,7 @@ import pytest
 import torch
 from datasets import Dataset, DatasetDict
 from huggingface_hub.utils import filter_repo_objects
+from transformers import TrainerCallback
 
 from st_colbert_losses import ColbertLoss, ColbertSigmoidLoss, MoCoColbertLoss, MoCoColbertSigmoidLoss
 from tests.models import PYLATE, tiny_model
@@ -51,7 +52,13 @@ def two_losses(model):
     }
 
 
-def run(build, folder: Path, *, resume: Path | None = None, accumulate: int = 1, model=None):
+def two_learned(model):
+    return {name: ColbertLoss(model, temperature=0.1, learn_temperature=True) for name in ("user/one", "two")}
+
+
+def run(
+    build, folder: Path, *, resume: Path | None = None, accumulate: int = 1, model=None, callbacks=(), again=False
+):
     """Train to the last step, from the start or a checkpoint; the weights, and what the losses remember."""
     model = tiny_model(dropout=0.2) if model is None else model
     losses = build(model)
@@ -72,11 +79,16 @@ def run(build, folder: Path, *, resume: Path | None = None, accumulate: int = 1,
     trainer = WorldTrainer(
         model=model,
         args=arguments,
-        train_dataset=DatasetDict(one=DATA, two=DATA.select(range(12))) if isinstance(losses, dict) else DATA,
+        train_dataset=DatasetDict(zip(losses, (DATA, DATA.select(range(12))), strict=True))
+        if isinstance(losses, dict)
+        else DATA,
         loss=losses,
+        callbacks=list(callbacks),
         **({"data_collator": ColBERTCollator(model.tokenize)} if PYLATE else {}),
     )
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+    if again:
+        trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{SAVED}"))
     memories = losses if isinstance(losses, dict) else {"": losses}
     memories = {name: loss.own_state() for name, loss in memories.items() if loss.remembers}
     return {name: p.detach().clone() for name, p in model.named_parameters()}, memories
@@ -97,7 +109,7 @@ def assert_equal(first, second) -> None:
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("build", [queue_and_encoder, cached, learned, two_losses])
+@pytest.mark.parametrize("build", [queue_and_encoder, cached, learned, two_losses, two_learned])
 def test_resume(build, accumulate, tmp_path):
     """From a checkpoint that was moved, with dropout and a fused optimizer."""
     whole = run(build, tmp_path / "whole", accumulate=accumulate)
@@ -125,9 +137,53 @@ def test_a_second_training_goes_on_with_what_it_has(tmp_path):
     loss = queue_and_encoder(model)
     for steps in (STEPS, 2 * STEPS):
         run(lambda _: loss, tmp_path / str(steps))
-        assert loss.attached is False
     assert len(list((tmp_path / str(STEPS) / f"checkpoint-{SAVED}").glob("_st_colbert_losses*"))) == 1
     assert len(list((tmp_path / str(2 * STEPS) / f"checkpoint-{SAVED}").glob("_st_colbert_losses*"))) == 1
+
+
+def test_one_trainer_goes_back_to_its_checkpoint(tmp_path):
+    assert_equal(run(queue_and_encoder, tmp_path / "once"), run(queue_and_encoder, tmp_path / "again", again=True))
+
+
+class BreakOff(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        raise KeyboardInterrupt
+
+
+class Gradients(TrainerCallback):
+    """How many of some losses have a gradient of their own at each optimizer step."""
+
+    def __init__(self):
+        self.losses, self.counts = {}, []
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        gradients = [loss.shifts["temperature"].grad for loss in self.losses.values()]
+        self.counts.append(sum(gradient is not None for gradient in gradients))
+
+
+def test_a_training_after_one_that_was_broken_off(tmp_path):
+    """The same loss in a new Trainer is saved, and restored, as in the first."""
+    model = tiny_model()
+    loss = queue_and_encoder(model)
+    with pytest.raises(KeyboardInterrupt):
+        run(lambda _: loss, tmp_path / "broken", model=model, callbacks=[BreakOff()])
+    run(lambda _: loss, tmp_path / "whole", model=model)
+    (file,) = (tmp_path / "whole" / f"checkpoint-{SAVED}").glob("_st_colbert_losses*")
+    assert torch.load(file)["_extra_state"]["steps"] == 1 + SAVED
+    run(lambda _: loss, tmp_path / "resumed", model=model, resume=file.parent)
+    assert loss.steps == 1 + STEPS
+
+
+def test_what_is_learned_has_the_gradient_of_its_own_steps_alone(tmp_path):
+    """Trainers zero the gradients of the model alone; a loss of a dict may not be asked for some steps."""
+    seen = Gradients()
+
+    def build(model):
+        seen.losses = two_learned(model)
+        return seen.losses
+
+    run(build, tmp_path, callbacks=[seen])
+    assert seen.counts == [1] * STEPS
 
 
 def test_nothing_of_it_is_published(tmp_path):
