@@ -313,7 +313,8 @@ class LateInteractionLoss(nn.Module):
             labels: (B,) integers, or ``None``.
 
         Returns:
-            A scalar. Embeddings do not tell which inputs are copies, so no candidate is left out for its content.
+            A scalar. Embeddings do not tell which inputs are copies, so no candidate is left out for its content; a
+            queue is neither scored nor filled, and no negatives are drawn.
         """
         tokens = check_tokens(self._name, queries, documents)
         check_columns(self._name, len(tokens), self.explicit_negatives)
