@@ -436,7 +436,7 @@ def test_state_dict_goes_on_bit_for_bit():
     for key, value in whole.items():
         if not key.endswith("_extra_state"):
             assert torch.equal(value, resumed[key])
-    assert whole["_extra_state"] == resumed["_extra_state"] == {"steps": 6}
+    assert whole["_extra_state"] == resumed["_extra_state"] == {"steps": 6, "starts": {}}
     mine, theirs = whole["memory._extra_state"], resumed["memory._extra_state"]
     for part in ("queue", "momentum_model"):
         assert all(torch.equal(mine[part][key], theirs[part][key]) for key in mine[part])
