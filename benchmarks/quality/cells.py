@@ -129,7 +129,9 @@ PEERS = {
     ST: Cell(ST, like=PYLATE, bf16=True),
     "ColbertLoss, on sums": variant(like=PYLATE, normalize_scores=False),
     COLPALI: proof_cell(COLPALI, SUMS),
-    "ColbertPairwiseCELoss, on sums": variant("ColbertPairwiseCELoss", COLPALI, normalize_scores=False),
+    "ColbertPairwiseCELoss, on sums": Cell(
+        "ColbertPairwiseCELoss", arguments={"normalize_scores": False}, like=COLPALI, bf16=True, seeds=SEEDS[:1]
+    ),
 }
 ABLATIONS = {
     "ColbertLoss": PEERS["ColbertLoss"],
@@ -137,7 +139,7 @@ ABLATIONS = {
     "smooth maximum, tau 0.01": variant(use_smooth_max=True, tau=0.01),
     "filter, damping": variant(pos_aware_negative_filtering=True),
     "filter, masking": variant(pos_aware_negative_filtering=True, filter_mode="mask"),
-    "batch 64": Cell("ColbertLoss", 64, search=LARGE, like="ColbertLoss", bf16=True),
+    "batch 64": Cell("ColbertLoss", 64, like="CachedColbertLoss, batch 128", bf16=True),
     "CachedColbertLoss, batch 128": PEERS["CachedColbertLoss, batch 128"],
     "MoCoColbertLoss, queue 512": PEERS["MoCoColbertLoss, queue 512"],
     "repeated data, batch 64": Cell("ColbertLoss", 64, like="batch 64", repeats=8, bf16=True),

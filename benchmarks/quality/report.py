@@ -139,7 +139,7 @@ def draw_temperatures(cells: Mapping[str, Cell], searched: Results) -> None:
         if "temperature" in cell.search:
             on_sums = cell.loss in PEERS or cell.teacher
             tried = along(name, cell, "temperature", searched)
-            panels[on_sums].plot(list(tried), list(tried.values()), "o-", label=name)
+            panels[int(on_sums)].plot(list(tried), list(tried.values()), "o-", label=name)
     for panel, title in zip(panels, ("mean over query tokens", "sum over query tokens"), strict=True):
         panel.set(xscale="log", xlabel=f"temperature of the {title}")
         panel.grid(alpha=0.3)
