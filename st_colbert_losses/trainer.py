@@ -11,11 +11,13 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import quote
 
 import torch
+from torch import nn
 
 from st_colbert_losses.distributed import rank, world_size
 from st_colbert_losses.learned import Shifts
@@ -29,6 +31,9 @@ class Attached(Protocol):
 
     signals: Signals
     shifts: Shifts
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The model's and its own."""
 
     @property
     def remembers(self) -> bool:
@@ -67,7 +72,7 @@ def _attach(trainer: Any, checkpoint: str | None, loss: Attached, name: str) -> 
     if checkpoint is None or not loss.remembers:
         return
     if Path(checkpoint, file).is_file():
-        device = next((p.device for p in loss.parameters()), None)  # type: ignore[attr-defined] # a module
+        device = next((p.device for p in loss.parameters()), None)
         loss.load_own_state(torch.load(Path(checkpoint, file), map_location=device, weights_only=True))
         return
     logger.warning(

@@ -142,7 +142,7 @@ class Handler(BaseHTTPRequestHandler):
         self.body() if self.command in ("POST", "PUT") else None
         self.refuse(404, f"no such page: {self.command} {path}")
 
-    do_GET = do_HEAD = do_POST = do_PUT = do  # noqa: N815
+    do_GET = do_HEAD = do_POST = do_PUT = do  # noqa: N815, the names that http.server calls
 
     # Accounts and repositories
 

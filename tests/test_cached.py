@@ -132,7 +132,11 @@ def test_replay_draws_the_same_dropout():
 def test_scale_accumulation_and_two_forwards():
     encoder, one, two = Encoder().double(), batch(), batch()
     direct, cached = ColbertLoss(encoder), st_colbert_losses.CachedColbertLoss(encoder, mini_batch_size=2)
-    combine = lambda loss: 0.3 * loss(one) + 7 * loss(two) ** 2  # noqa: E731 - two forwards, scaled, one backward
+
+    def combine(loss):
+        """Two forwards, scaled, one backward."""
+        return 0.3 * loss(one) + 7 * loss(two) ** 2
+
     expected = gradients(direct, combine(direct))
     assert_same(expected, gradients(cached, combine(cached)), 1e-8)
 

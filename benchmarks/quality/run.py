@@ -36,7 +36,8 @@ WORD = re.compile(r"[^\W_]+")
 
 def quiet() -> None:
     """What libraries print in a process of its own is nobody's."""
-    sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, open as long as the process
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def run(name: str, task_name: str, split: str, seed: int, point: Mapping[str, float]) -> dict[str, Any]:
@@ -112,7 +113,7 @@ def measure(model: Any, task: RetrievalTask, held_out: HeldOut) -> dict[str, flo
     hits: list[Any] = []
     kind = world.DenseEvaluator if isinstance(model, SentenceTransformer) else world.Evaluator
 
-    class Keeping(kind):  # type: ignore[misc, valid-type]
+    class Keeping(kind):
         def compute_metrics(self, found: list[Any]) -> dict[str, Any]:
             hits[:] = found
             return super().compute_metrics(found)
