@@ -488,12 +488,12 @@ class LateInteractionLoss(nn.Module):
     @property
     def queue(self) -> DocumentQueue:
         """The document queue of a MoCo form."""
-        return self._needs_memory().queue
+        return self._moco_memory().queue
 
     @property
     def momentum_model(self) -> nn.Module | None:
         """The momentum encoder of a MoCo form, ``None`` with ``momentum=None``."""
-        return self._needs_memory().momentum_model
+        return self._moco_memory().momentum_model
 
     def after_step(self, moved: set[int]) -> None:
         """Called after every optimizer step of the model; the MoCo forms move their momentum encoder."""
@@ -529,10 +529,18 @@ class LateInteractionLoss(nn.Module):
         self.steps = state["steps"]
         self.shifts.starts.update(state["starts"])
 
-    def _needs_memory(self) -> Memory:
+    def _moco_memory(self) -> Memory:
         if self.memory is None:
-            raise ValueError(f"{self._name}: has no queue and no momentum encoder, expected a MoCo form. Use MoCo...")
+            raise AttributeError  # __getattr__ has the words
         return self.memory
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("queue", "momentum_model"):
+            raise AttributeError(
+                f"{self._name}: has no {name}, expected a form with a queue and a momentum encoder, such as "
+                "MoCoColbertLoss."
+            )
+        return super().__getattr__(name)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call] # torch does not type it

@@ -389,6 +389,14 @@ def test_unknown_options_and_what_stays_as_it_was_made():
         _ = st_colbert_losses.ColbertLoss(Encoder()).queue
 
 
+@pytest.mark.parametrize("name", ["queue", "momentum_model"])
+def test_other_forms_have_none(name):
+    loss = st_colbert_losses.CachedColbertLoss(Encoder())
+    assert not hasattr(loss, name)
+    with pytest.raises(AttributeError, match=f"CachedColbertLoss: has no {name}, .* such as MoCoColbertLoss"):
+        getattr(loss, name)
+
+
 def test_deepspeed_is_refused():
     class Engine(nn.Module):
         def __init__(self, module):

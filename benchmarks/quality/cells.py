@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 SEEDS = (42, 43, 44)
-RATES = (5e-5, 1e-4, 2e-4)
+RATES = (2.5e-5, 5e-5, 1e-4, 2e-4, 4e-4)
 MEANS = (5e-4, 5e-3, 0.02, 0.1, 1.0)  # temperatures of mean scores
 SUMS = (0.01, 0.1, 0.3, 1.0, 10.0)  # and of sums over some 15 query tokens, their libraries' default 1.0 among them
 LEARNING_RATE = "learning_rate"
@@ -65,7 +65,7 @@ def variant(loss: str = "ColbertLoss", like: str = "ColbertLoss", **arguments: A
 DISTILLATION = "ColbertDistillationLoss"
 FULL = 512 // 16  # steps until the queue is full
 BASE = Cell("ColbertLoss", 16, search={LEARNING_RATE: RATES})
-LARGE = {LEARNING_RATE: (1e-4, 2e-4, 4e-4)}
+LARGE = {LEARNING_RATE: (1e-4, 2e-4, 4e-4, 8e-4)}
 PYLATE, ST, COLPALI = "PyLate Contrastive", "sentence-transformers InfoNCE", "colpali-engine ColbertPairwiseCELoss"
 
 QUEUE = {
@@ -130,7 +130,7 @@ PEERS = {
     "ColbertLoss, on sums": variant(like=PYLATE, normalize_scores=False),
     COLPALI: proof_cell(COLPALI, SUMS),
     "ColbertPairwiseCELoss, on sums": Cell(
-        "ColbertPairwiseCELoss", arguments={"normalize_scores": False}, like=COLPALI, bf16=True, seeds=SEEDS[:1]
+        "ColbertPairwiseCELoss", arguments={"normalize_scores": False}, like=COLPALI, bf16=True
     ),
 }
 ABLATIONS = {
