@@ -66,6 +66,7 @@ DISTILLATION = "ColbertDistillationLoss"
 FULL = 512 // 16  # steps until the queue is full
 BASE = Cell("ColbertLoss", 16, search={LEARNING_RATE: RATES})
 LARGE = {LEARNING_RATE: (1e-4, 2e-4, 4e-4, 8e-4)}
+PYLATE_CACHED, ST_CACHED = "PyLate CachedContrastive, batch 128", "sentence-transformers cached InfoNCE, batch 128"
 PYLATE, ST, COLPALI = "PyLate Contrastive", "sentence-transformers InfoNCE", "colpali-engine ColbertPairwiseCELoss"
 
 QUEUE = {
@@ -127,6 +128,8 @@ PEERS = {
     "MoCoColbertLoss, queue 512": Cell("MoCoColbertLoss", 16, {"queue_size": 512}, like="ColbertLoss", bf16=True),
     PYLATE: proof_cell(PYLATE, SUMS),
     ST: Cell(ST, like=PYLATE, bf16=True),
+    PYLATE_CACHED: Cell(PYLATE_CACHED, 128, search=LARGE, like=PYLATE, bf16=True),
+    ST_CACHED: Cell(ST_CACHED, 128, search=LARGE, like=PYLATE, bf16=True),
     "ColbertLoss, on sums": variant(like=PYLATE, normalize_scores=False),
     COLPALI: proof_cell(COLPALI, SUMS),
     "ColbertPairwiseCELoss, on sums": Cell(

@@ -7,7 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from benchmarks.quality.cells import COLPALI, PYLATE, ST
+from benchmarks.quality.cells import COLPALI, PYLATE, PYLATE_CACHED, ST, ST_CACHED
+
+MINI_BATCH = 16
 
 
 class Encoder(nn.Module):
@@ -30,10 +32,35 @@ def pylate(model: nn.Module, temperature: float) -> nn.Module:
     return Contrastive(Encoder(model), temperature=temperature)
 
 
+class Uncut(str):
+    """A word among the features, which PyLate's cached loss would slice into mini-batches as if it were a tensor."""
+
+    def __getitem__(self, key: Any) -> str:
+        return self
+
+
+class PyLateCached(nn.Module):
+    def __init__(self, model: nn.Module, temperature: float) -> None:
+        from pylate.losses import CachedContrastive
+
+        super().__init__()
+        self.loss = CachedContrastive(Encoder(model), mini_batch_size=MINI_BATCH, temperature=temperature)
+
+    def forward(self, features: list[dict[str, Any]], labels: Tensor | None = None) -> Tensor:
+        words = [{key: Uncut(value) for key, value in column.items() if isinstance(value, str)} for column in features]
+        return self.loss([{**column, **own} for column, own in zip(features, words, strict=True)])
+
+
 def sentence_transformers(model: nn.Module, temperature: float) -> nn.Module:
     from sentence_transformers.multi_vector_encoder.losses import MultiVectorMultipleNegativesRankingLoss
 
     return MultiVectorMultipleNegativesRankingLoss(model, scale=1 / temperature)
+
+
+def sentence_transformers_cached(model: nn.Module, temperature: float) -> nn.Module:
+    from sentence_transformers.multi_vector_encoder.losses import CachedMultiVectorMultipleNegativesRankingLoss
+
+    return CachedMultiVectorMultipleNegativesRankingLoss(model, scale=1 / temperature, mini_batch_size=MINI_BATCH)
 
 
 class ColPali(nn.Module):
@@ -51,7 +78,13 @@ class ColPali(nn.Module):
         return self.loss(*(e["token_embeddings"] * e["attention_mask"][..., None] for e in encoded))
 
 
-PEERS: dict[str, Callable[..., nn.Module]] = {PYLATE: pylate, ST: sentence_transformers, COLPALI: ColPali}
+PEERS: dict[str, Callable[..., nn.Module]] = {
+    PYLATE: pylate,
+    PYLATE_CACHED: PyLateCached,
+    ST: sentence_transformers,
+    ST_CACHED: sentence_transformers_cached,
+    COLPALI: ColPali,
+}
 
 
 def make_loss(name: str, model: nn.Module, arguments: dict[str, Any]) -> nn.Module:
