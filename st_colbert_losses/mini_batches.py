@@ -2,8 +2,8 @@
 
 Each mini-batch is one ``torch.utils.checkpoint`` around the encoder. The first pass stores inputs, embeddings and the
 state of the random generators; backward runs the mini-batch again, under the same random state and autocast, and goes
-through it. What results is one ordinary graph with one ordinary backward, so that loss scaling, accumulation, several
-forwards before a backward and wrappers need no code here. The last mini-batch keeps its activations, as its turn in
+through it. What results is one graph with one ``backward()``, so that loss scaling, accumulation, several forwards before
+a backward and wrappers need no code here. ``torch.autograd.grad`` would skip the mini-batches and is refused. The last mini-batch keeps its activations, as its turn in
 backward comes first: those of one mini-batch are in memory at a time all the same.
 
 References:
@@ -125,7 +125,10 @@ class Replay:
             return embed(self.model, features, is_query)
         if not self.left:
             with nullcontext() if self.ddp is None or self.first is None else self.ddp.no_sync():
-                return embed(self.model, features, is_query)
+                tokens = embed(self.model, features, is_query)
+            if self.first is not None and tokens.vectors.requires_grad:
+                tokens.vectors.register_hook(_check_backward)
+            return tokens
         names = [key for key, value in features.items() if isinstance(value, Tensor)]
         synchronises = self.synchronises and self.first is None
 
@@ -152,6 +155,24 @@ class Replay:
         if self.first is None:
             self.first = vectors.flatten()[:1].sum() * 0
         return Tokens(vectors, mask)
+
+
+def _check_backward(gradient: Tensor) -> None:
+    """Refuse a backward that would pass the replayed mini-batches by, or not be differentiable through them.
+
+    Raises:
+        RuntimeError: Saying who, got, expected and the remedy.
+    """
+    got = None
+    if torch.is_grad_enabled():
+        got = "create_graph=True, for gradients of gradients"
+    elif not torch.autograd._is_checkpoint_valid():  # type: ignore[no-untyped-call] # torch does not type it
+        got = "torch.autograd.grad or backward(inputs=...), which would leave out all mini-batches but one"
+    if got is not None:
+        raise RuntimeError(
+            f"Gradient caching: got {got}, expected loss.backward(). Call that and read p.grad, or use the loss "
+            "without mini-batches."
+        )
 
 
 def _find_ddp(model: Any) -> DistributedDataParallel | None:

@@ -74,6 +74,21 @@ def test_scored_positions_without_attention_survive_the_cut(expansion):
     assert_same(gradients(direct, direct(features)), gradients(cached, cached(features)), 1e-8)
 
 
+@pytest.mark.parametrize("name", ["CachedColbertLoss", "MoCoColbertLoss"])
+def test_backward_that_would_leave_mini_batches_out_is_refused(name):
+    loss = getattr(st_colbert_losses, name)(Encoder().double(), mini_batch_size=3)
+    features, parameters = batch(), list(loss.model.parameters())
+    with pytest.raises(RuntimeError, match=r"got torch.autograd.grad .* expected loss.backward\(\)"):
+        torch.autograd.grad(loss(features), parameters)
+    with pytest.raises(RuntimeError, match=r"backward\(inputs=...\)"):
+        loss(features).backward(inputs=parameters)
+    with pytest.raises(RuntimeError, match="create_graph=True"):
+        loss(features).backward(create_graph=True)
+    value = loss(features)
+    value.backward(retain_graph=True)
+    assert all(p.grad.abs().sum() > 0 for p in parameters)
+
+
 def test_left_padding():
     model = tiny_model().double()
     features = columns(model)
