@@ -2,9 +2,10 @@
 
 Each mini-batch is one ``torch.utils.checkpoint`` around the encoder. The first pass stores inputs, embeddings and the
 state of the random generators; backward runs the mini-batch again, under the same random state and autocast, and goes
-through it. What results is one graph with one ``backward()``, so that loss scaling, accumulation, several forwards before
-a backward and wrappers need no code here. ``torch.autograd.grad`` would skip the mini-batches and is refused. The last mini-batch keeps its activations, as its turn in
-backward comes first: those of one mini-batch are in memory at a time all the same.
+through it. What results is one graph with one ``backward()``, so that loss scaling, accumulation, several forwards
+before a backward and wrappers need no code here. (``torch.autograd.grad`` would pass the mini-batches by, and is
+refused.) The last mini-batch keeps its activations, as its turn in backward comes first: those of one mini-batch are
+in memory at a time all the same.
 
 References:
     Gao et al. (2021), Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup,
@@ -127,7 +128,7 @@ class Replay:
             with nullcontext() if self.ddp is None or self.first is None else self.ddp.no_sync():
                 tokens = embed(self.model, features, is_query)
             if self.first is not None and tokens.vectors.requires_grad:
-                tokens.vectors.register_hook(_check_backward)
+                tokens.vectors.register_hook(_check_backward)  # type: ignore[no-untyped-call] # torch does not type it
             return tokens
         names = [key for key, value in features.items() if isinstance(value, Tensor)]
         synchronises = self.synchronises and self.first is None
@@ -146,11 +147,12 @@ class Replay:
                     )
             return vectors, tokens.mask
 
-        # Checkpoint wants an input that needs a gradient, and the tensors as arguments to know whose random generators
-        # to remember. The reentrant kind: the other fails where torch.compile serves the replay with another graph.
+        # Checkpoint wants an input that needs a gradient, and remembers the random generators of its inputs' devices:
+        # the model's among them, as DDP moves what still lies elsewhere. The reentrant kind: the other fails where
+        # torch.compile serves the replay with another graph.
         zero = self.first
         if zero is None:
-            zero = torch.zeros((), device=next((features[name].device for name in names), None), requires_grad=True)
+            zero = torch.zeros((), device=next((p.device for p in self.model.parameters()), None), requires_grad=True)
         vectors, mask = checkpoint(run, zero, *(features[name] for name in names), use_reentrant=True)
         if self.first is None:
             self.first = vectors.flatten()[:1].sum() * 0
