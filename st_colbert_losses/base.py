@@ -213,10 +213,10 @@ class LateInteractionLoss(nn.Module):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         # What help() and inspect.signature read; to mypy a class has no such attribute.
-        cls.__signature__ = whole_signature(cls.__init__, LateInteractionLoss.__init__)  # type: ignore[attr-defined]
+        cls.__signature__ = whole_signature(cls)  # type: ignore[attr-defined]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        check_names(cls.__name__, kwargs, inspect.signature(cls).parameters)
+        check_names(cls, kwargs)
         return super().__new__(cls)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -224,9 +224,22 @@ class LateInteractionLoss(nn.Module):
         if name.startswith("learn_"):
             check_fixed(type(self).__name__, name, value, getattr(self, name))
             return
-        if (memory := self.__dict__.get("_modules", {}).get("memory")) is not None:
+        if name in ("queue", "momentum_model"):
+            raise ValueError(
+                f"{self._name}: got an assignment to {name}, expected it to stay: it is made once. Make a MoCo form, "
+                "with momentum_model=... for an encoder of your own; loss.queue.enqueue(...) adds documents."
+            )
+        made = self.__dict__.get("_modules", {})
+        if (memory := made.get("memory")) is not None:
             memory.check_fixed(self, name, value)
+        before = made.get("model")
+        if name == "model" and before is not None:
+            check_model(self._name, value)
         super().__setattr__(name, value)
+        if name == "model" and before is not None and unwrap(value) is not unwrap(before):
+            if memory is not None:
+                self.memory = Memory(self, None)
+            self.forget()
 
     def get_config_dict(self) -> dict[str, Any]:
         """The hyperparameters, for the model card; JSON-safe."""
@@ -552,6 +565,4 @@ class LateInteractionLoss(nn.Module):
 
 
 # As __init_subclass__ does for the others.
-LateInteractionLoss.__signature__ = whole_signature(  # type: ignore[attr-defined]
-    LateInteractionLoss.__init__, LateInteractionLoss.__init__
-)
+LateInteractionLoss.__signature__ = whole_signature(LateInteractionLoss)  # type: ignore[attr-defined]

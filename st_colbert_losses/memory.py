@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from st_colbert_losses.checks import check_memory
-from st_colbert_losses.encoding import unwrap
 from st_colbert_losses.momentum import autocast_of, check_twin, copy_model, follow, settle
 from st_colbert_losses.options import MEMORY_DEFAULTS
 from st_colbert_losses.queue import DocumentQueue
@@ -43,10 +42,10 @@ class Memory(nn.Module):
             twin = copy_model(owner, model)
         else:
             check_twin(owner, model, twin)
-            twin.requires_grad_(False).eval()
+            twin.requires_grad_(False)
         object.__setattr__(self, "momentum_model", twin)
-        live = {id(p) for p in unwrap(model).parameters()}
-        self._shared = {name for name, p in twin.named_parameters() if id(p) in live} if twin is not None else set()
+        self._shared = set() if twin is None else settle(owner, twin, model)  # names of its parameters
+        self._precise: dict[str, Tensor] = {}  # float32 values of its half-precision parameters
 
     def embed(self, loss: Any, features: list[dict[str, Any]]) -> tuple[list[Tokens], list[Tokens]]:
         """Embed a training batch.
@@ -60,7 +59,7 @@ class Memory(nn.Module):
         twin = self.momentum_model
         if twin is None:
             return tokens, tokens[1 : 1 + queued]
-        settle(twin, loss.model)
+        self._shared = settle(type(loss).__name__, twin, loss.model)
         wanted = features[1 : 1 + queued] if loss.live_documents else features[1:]
         with torch.no_grad(), autocast_of(loss.model):
             fresh = loss.embed(twin, wanted, first=1)
@@ -70,8 +69,8 @@ class Memory(nn.Module):
         """Move the momentum encoder after an optimizer step, unless a loss that shares it has."""
         if self.momentum_model is not None and id(self.momentum_model) not in moved:
             moved.add(id(self.momentum_model))
-            settle(self.momentum_model, loss.model)
-            follow(self.momentum_model, loss.model, loss.momentum)
+            self._shared = settle(type(loss).__name__, self.momentum_model, loss.model)
+            follow(self.momentum_model, loss.model, loss.momentum, self._precise)
 
     def config(self, loss: Any) -> dict[str, Any]:
         """The hyperparameters of a MoCo form; JSON-safe."""
@@ -110,17 +109,22 @@ class Memory(nn.Module):
     def get_extra_state(self) -> dict[str, Any]:
         """The queue, and what the momentum encoder does not share with the model."""
         twin = {} if self.momentum_model is None else self.momentum_model.state_dict()
-        own = {name: value for name, value in twin.items() if name not in self._shared}
+        own = {name: self._precise.get(name, value) for name, value in twin.items() if name not in self._shared}
         return {"queue": self.queue.state(), "momentum_model": own}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         self.queue.load(state["queue"])
         if self.momentum_model is not None:
-            shared = {name: p for name, p in self.momentum_model.state_dict().items() if name in self._shared}
-            self.momentum_model.load_state_dict({**shared, **state["momentum_model"]})
+            twin = self.momentum_model.state_dict()
+            self.momentum_model.load_state_dict({**twin, **state["momentum_model"]})
+            self._precise = {
+                name: value.clone()
+                for name, value in state["momentum_model"].items()
+                if value.dtype == torch.float32 and twin[name].dtype.itemsize < 4
+            }
 
     def forget(self, model: nn.Module) -> None:
         """Start again from the model as it is: an empty queue, and a momentum encoder equal to it."""
         self.queue.clear()
         if self.momentum_model is not None:
-            follow(self.momentum_model, model, momentum=0.0)
+            follow(self.momentum_model, model, 0.0, self._precise)

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from st_colbert_losses.encoding import unwrap
@@ -43,44 +43,81 @@ def copy_model(owner: str, model: nn.Module) -> nn.Module:
 
 
 def check_twin(owner: str, model: nn.Module, twin: nn.Module) -> None:
-    """Refuse a momentum model that lacks a parameter of the model that trains.
+    """Refuse a momentum model that lacks a parameter of the model that trains, or has that very one.
 
     Raises:
         ValueError: Saying which.
     """
-    shapes = {name: p.shape for name, p in unwrap(twin).named_parameters()}
+    theirs = dict(unwrap(twin).named_parameters())
     for name, p in unwrap(model).named_parameters():
-        if p.requires_grad and shapes.get(name) != p.shape:
+        other = theirs.get(name)
+        if p.requires_grad and other is p:
             raise ValueError(
-                f"{owner}: got a momentum_model whose parameter {name!r} has shape {shapes.get(name)}, expected "
-                f"{tuple(p.shape)} as in the model. Build it as the model was built."
+                f"{owner}: got a momentum_model that shares the parameter {name!r}, which trains, with the model, "
+                "expected a copy. Use copy.deepcopy(model), or leave momentum_model out."
+            )
+        if p.requires_grad and (other is None or other.shape != p.shape):
+            raise ValueError(
+                f"{owner}: got a momentum_model whose parameter {name!r} has shape "
+                f"{None if other is None else other.shape}, expected {tuple(p.shape)} as in the model. Build it as "
+                "the model was built; make the loss after adapters are added to the model."
             )
 
 
 @torch.no_grad()
-def follow(twin: nn.Module, model: nn.Module, momentum: float) -> None:
-    """Move the momentum encoder towards the model by name: trained parameters by momentum, all else copied."""
+def follow(twin: nn.Module, model: nn.Module, momentum: float, precise: dict[str, Tensor]) -> None:
+    """Move the momentum encoder towards the model by name: trained parameters by momentum, all else copied.
+
+    Args:
+        twin: The momentum encoder.
+        model: The model.
+        momentum: The share of the encoder that stays.
+        precise: Float32 values of its half-precision parameters, where a hundredth of a step is lost in rounding;
+            added here.
+    """
     live = unwrap(model)
     parameters, buffers = dict(live.named_parameters()), dict(live.named_buffers())
     for name, p in twin.named_parameters():
         source = parameters.get(name)
         if source is None or source is p:
             continue
-        if source.requires_grad:
-            p.lerp_(source.to(p), 1 - momentum)
-        else:
+        if not source.requires_grad:
             p.copy_(source)
+        elif p.dtype.itemsize < 4:
+            precise[name] = precise.get(name, p).to(p.device, torch.float32).lerp_(source.float(), 1 - momentum)
+            p.copy_(precise[name])
+        else:
+            precise.pop(name, None)
+            p.lerp_(source.to(p), 1 - momentum)
     for name, b in twin.named_buffers():
         if name in buffers:
             b.copy_(buffers[name])
 
 
-def settle(twin: nn.Module, model: nn.Module) -> None:
-    """Put the momentum encoder where the model is, in its dtype, and in evaluation mode."""
+def settle(owner: str, twin: nn.Module, model: nn.Module) -> set[str]:
+    """Make the momentum encoder fit the model as it is now: devices, dtypes, what trains; in evaluation mode.
+
+    Returns:
+        The names of the parameters that it shares with the model.
+
+    Raises:
+        ValueError: If the model trains a parameter that the encoder lacks.
+    """
     twin.eval()
-    ours, theirs = next(twin.parameters(), None), next(unwrap(model).parameters(), None)
-    if ours is not None and theirs is not None and (ours.device, ours.dtype) != (theirs.device, theirs.dtype):
-        twin.to(device=theirs.device, dtype=theirs.dtype)
+    copies: dict[int, nn.Parameter] = {}
+    for module in twin.modules():
+        for name, p in module._parameters.items():
+            if p is not None and p.requires_grad:  # shared while it was frozen, and trained now
+                copies.setdefault(id(p), nn.Parameter(p.detach().clone(), requires_grad=False))
+                module._parameters[name] = copies[id(p)]
+    check_twin(owner, model, twin)
+    ours: dict[str, Tensor] = {**dict(twin.named_parameters()), **dict(twin.named_buffers())}
+    live = unwrap(model)
+    for name, source in (*live.named_parameters(), *live.named_buffers()):
+        tensor = ours.get(name)
+        if tensor is not None and (tensor.device, tensor.dtype) != (source.device, source.dtype):
+            tensor.data = tensor.data.to(source.device, source.dtype)
+    return {name for name, source in live.named_parameters() if ours.get(name) is source}
 
 
 def autocast_of(model: nn.Module) -> AbstractContextManager[Any]:
@@ -104,12 +141,13 @@ class Follower(Protocol):
         """Called once per optimizer step of the model, with the momentum encoders that have moved already."""
 
 
-_followers: list[weakref.ref[Any]] = []  # in the order they were made
+# In the order they were made; with each the parameters of its model that have stepped since it was told.
+_followers: dict[weakref.ref[Any], set[int]] = {}
 _hook: list[Any] = []  # torch's handle, while anybody listens
 
 
 def _forget(reference: weakref.ref[Any]) -> None:
-    _followers.remove(reference)
+    del _followers[reference]
     if not _followers:
         _hook.pop().remove()
 
@@ -117,11 +155,12 @@ def _forget(reference: weakref.ref[Any]) -> None:
 def hear_of_steps(follower: Follower) -> None:
     """Tell a loss of every optimizer step that trains its model, for as long as it lives.
 
-    Works for any optimizer, fused ones included; a step that a gradient scaler skips is none.
+    Works for any optimizer, fused ones included; a step that a gradient scaler skips is none, and the steps of several
+    optimizers that share out the parameters are one.
     """
     if not _followers:
         _hook.append(register_optimizer_step_post_hook(_after_step))
-    _followers.append(weakref.ref(follower, _forget))
+    _followers[weakref.ref(follower, _forget)] = set()
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -130,7 +169,12 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         return
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     moved: set[int] = set()
-    for reference in list(_followers):
+    for reference, stepped in list(_followers.items()):
         follower = reference()
-        if follower is not None and any(id(p) in trained for p in unwrap(follower.model).parameters()):
+        if follower is None:
+            continue
+        stepping = trained.intersection(map(id, unwrap(follower.model).parameters()))
+        if stepping and (not stepped or stepped & stepping):  # else another optimizer's share of the last step
+            stepped.clear()
             follower.after_step(moved)
+        stepped |= stepping

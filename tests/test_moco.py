@@ -385,8 +385,103 @@ def test_unknown_options_and_what_stays_as_it_was_made():
     moving.momentum = 0.5
     with pytest.raises(ValueError, match="after construction"):
         moving.momentum = None
-    with pytest.raises(ValueError, match="ColbertLoss: has no queue"):
-        _ = st_colbert_losses.ColbertLoss(Encoder()).queue
+    for option in ("queue", "momentum_model"):
+        with pytest.raises(ValueError, match=f"got an assignment to {option}, expected it to stay"):
+            setattr(moving, option, Encoder())
+    assert {id(p) for p in moving.parameters()} == {id(p) for p in moving.model.parameters()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_small_moves_of_half_precision_are_not_lost(dtype):
+    """A hundredth of what an optimizer moves a weight by is below bfloat16's rounding."""
+
+    def run(steps: int, moco: nn.Module) -> torch.Tensor:
+        optimizer = torch.optim.SGD(moco.model.parameters(), lr=0.0)
+        for _ in range(steps):
+            moco.model.linear.weight.grad = torch.zeros_like(moco.model.linear.weight)
+            optimizer.step()
+        return moco.momentum_model.linear.weight.detach().clone()
+
+    moco = MoCoColbertLoss(Encoder().to(dtype), momentum=0.99)
+    start = moco.momentum_model.linear.weight.detach().clone()
+    with torch.no_grad():
+        moco.model.linear.weight.mul_(1.1)
+    halfway = copy.deepcopy(moco)
+    run(50, halfway)
+    resumed = MoCoColbertLoss(copy.deepcopy(moco.model), momentum=0.99)
+    resumed.load_state_dict(copy.deepcopy(halfway.state_dict()))
+    found = run(100, moco)
+    expected = start.double() * (0.99**100 + 1.1 * (1 - 0.99**100))
+    torch.testing.assert_close(found.double(), expected, rtol=0.01, atol=0)
+    assert found.dtype == dtype
+    assert torch.equal(run(50, resumed), found)
+
+
+def test_a_model_that_changes_after_the_loss_was_made():
+    encoder = Encoder()
+    encoder.embedding.requires_grad_(False)
+    moco = MoCoColbertLoss(encoder, momentum=0.5)
+    assert moco.momentum_model.embedding.weight is encoder.embedding.weight
+    encoder.embedding.requires_grad_(True)  # unfrozen
+    old = encoder.embedding.weight.detach().clone()
+    optimizer = torch.optim.SGD(encoder.parameters(), lr=1.0)
+    moco(batch()).backward()
+    optimizer.step()
+    moved = encoder.embedding.weight
+    assert not torch.equal(moved, old)
+    torch.testing.assert_close(moco.momentum_model.embedding.weight, (old + moved) / 2)
+    assert "embedding.weight" in moco.state_dict()["memory._extra_state"]["momentum_model"]
+
+    encoder.adapter = nn.Linear(4, 4)  # as PEFT does
+    with pytest.raises(ValueError, match=r"'adapter.weight' has shape None, .* make the loss after adapters"):
+        moco(batch())
+
+
+def test_another_model_starts_anew():
+    """What a Trainer with ``model_init`` does for each trial."""
+    moco = MoCoColbertLoss(Encoder(), momentum=0.5, learn_temperature=True)
+    moco.shifts["temperature"].data.fill_(1.0)
+    moco(batch())
+    moco.model = moco.model  # the same: nothing changes
+    assert len(moco.queue) == 7
+    other = Encoder()
+    moco.model = other
+    assert len(moco.queue) == 0
+    assert moco.temperature == 0.02
+    assert torch.equal(moco.momentum_model.linear.weight, other.linear.weight)
+    assert moco.momentum_model.linear.weight is not other.linear.weight
+
+
+def test_the_model_is_no_momentum_encoder_of_its_own():
+    encoder = Encoder()
+    with pytest.raises(ValueError, match=r"shares the parameter 'embedding.weight', .* expected a copy"):
+        MoCoColbertLoss(encoder, momentum_model=encoder)
+    assert all(p.requires_grad for p in encoder.parameters())
+
+
+def test_a_frozen_first_layer_does_not_hide_a_new_dtype():
+    encoder = Encoder()
+    encoder.embedding.requires_grad_(False)
+    moco = MoCoColbertLoss(encoder)
+    encoder.double()
+    assert moco(batch()).dtype == torch.float64
+    assert moco.momentum_model.linear.weight.dtype == torch.float64
+
+
+def test_optimizers_that_share_out_the_parameters_make_one_step():
+    encoder = Encoder()
+    moco = MoCoColbertLoss(encoder)
+    first = torch.optim.SGD(encoder.embedding.parameters(), lr=0.1)
+    second = torch.optim.SGD(encoder.linear.parameters(), lr=0.1)
+    for step in range(1, 4):
+        moco(batch()).backward()
+        first.step()
+        second.step()
+        assert moco.steps == step
+    whole = torch.optim.SGD(encoder.parameters(), lr=0.1)
+    whole.step()
+    whole.step()
+    assert moco.steps == 5
 
 
 @pytest.mark.parametrize("name", ["queue", "momentum_model"])
@@ -398,7 +493,7 @@ def test_other_forms_have_none(name):
 
 
 def test_deepspeed_is_refused():
-    class Engine(nn.Module):
+    class DeepSpeedEngine(nn.Module):
         def __init__(self, module):
             super().__init__()
             self.module = module
@@ -407,7 +502,7 @@ def test_deepspeed_is_refused():
             return 1
 
     moco = MoCoColbertLoss(Encoder())
-    moco.model = Engine(moco.model)
+    moco.model = DeepSpeedEngine(moco.model)
     with pytest.raises(ValueError, match="ZeRO stage 1, expected no ZeRO"):
         moco(batch())
 
