@@ -22,9 +22,10 @@ logger = logging.getLogger("st_colbert_losses")
 class DocumentQueue:
     """Up to ``capacity`` documents of any widths, without padding.
 
-    Their tokens lie in one store that is a ring as well: the documents of a batch are one block, and the blocks of
-    documents that left make room. The store grows until the queue is full for the first time. Writing is put off until
-    the next read, as the backward pass of the last scores may still need what would be overwritten.
+    Their tokens lie in one store that is a ring as well: documents that come go behind the newest as far as they fit
+    there, and on from the first row, where others left. The store grows until the queue is full for the first time.
+    Writing is put off until the next read, as the backward pass of the last scores may still need what would be
+    overwritten.
 
     Args:
         capacity: Documents it holds at most.
@@ -55,7 +56,6 @@ class DocumentQueue:
         self._pending: list[_Block] = []
         self._clock = 0  # batches that were appended
         self._store: Tensor | None = None
-        self._head = 0  # the row behind the newest document
         self._lent: object | None = None
         # Of each document, the oldest first. Starts, lengths and when it came stay on the CPU.
         self._starts = self._lengths = self._keys = self._labels = self._born = torch.zeros(0, dtype=torch.long)
@@ -130,12 +130,14 @@ class DocumentQueue:
             scores.register_hook(give_back)  # type: ignore[no-untyped-call] # torch does not type it
 
     def state(self) -> dict[str, Tensor]:
-        """The documents and what is known of them, for a checkpoint."""
+        """The documents, where they lie, and what is known of them, for a checkpoint."""
         self._write()
         if self._store is None:
             return {}
         return {
             "vectors": self._packed(self._store),
+            "rows": torch.tensor(len(self._store)),
+            "starts": self._starts,
             "lengths": self._lengths,
             "keys": self._keys,
             "labels": self._labels,
@@ -143,12 +145,22 @@ class DocumentQueue:
         }
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Hold the documents of a state instead of its own, the newest if they are more than fit."""
+        """Hold the documents of a state instead of its own, the newest if they are more than fit.
+
+        They come to lie where they lay, because gradients are summed in an order that follows from it.
+        """
         self.clear()
-        if state:
-            born = -state["ages"].cpu()
-            block = _Block(state["vectors"], state["lengths"].cpu(), state["keys"], state["labels"], born)
+        if not state:
+            return
+        lengths, born = state["lengths"].cpu(), -state["ages"].cpu()
+        block = _Block(state["vectors"], lengths, state["keys"], state["labels"], born)
+        if len(lengths) > self.capacity:
             self._pending.append(block.newest(self.capacity))
+            return
+        self._store = block.vectors.new_empty(int(state["rows"]), block.vectors.shape[-1])
+        self._add(block, state["starts"].cpu())
+        self._store[self._rows().to(self._store.device)] = block.vectors
+        self._tell()
 
     def _write(self) -> None:
         pending, self._pending = self._pending, []
@@ -158,59 +170,72 @@ class DocumentQueue:
             self._keep(slice(gone, None))
             if self._store is not None and self._store.device != block.vectors.device:
                 self._store = self._store.to(block.vectors.device)
-            start = self._room_for(len(block.vectors))
-            if self._store is None or start is None:
-                start = self._grow(block)
+            behind = self._tokens_behind(block.lengths)
+            if self._store is None or behind is None:
+                self._store, behind = self._larger(block), len(block.vectors)
             elif self._lent is not None:  # a second forward before the backward of the first
                 self._store = self._store.clone()
             self._lent = None
-            if self._store is not None:
-                self._store[start : start + len(block.vectors)] = block.vectors
-            self._head = start + len(block.vectors)
-            self._starts = torch.cat([self._starts, start + block.lengths.cumsum(0) - block.lengths])
-            self._lengths = torch.cat([self._lengths, block.lengths])
-            self._keys = torch.cat([self._keys.to(block.keys.device), block.keys])
-            self._labels = torch.cat([self._labels.to(block.labels.device), block.labels])
-            self._born = torch.cat([self._born, block.born])
+            head = self._head
+            self._store[head : head + behind] = block.vectors[:behind]
+            self._store[: len(block.vectors) - behind] = block.vectors[behind:]
+            starts = block.lengths.cumsum(0) - block.lengths
+            self._add(block, torch.where(starts + block.lengths <= behind, head + starts, starts - behind))
             self._tell()
+
+    def _add(self, block: _Block, starts: Tensor) -> None:
+        self._starts = torch.cat([self._starts, starts])
+        self._lengths = torch.cat([self._lengths, block.lengths])
+        self._keys = torch.cat([self._keys.to(block.keys.device), block.keys])
+        self._labels = torch.cat([self._labels.to(block.labels.device), block.labels])
+        self._born = torch.cat([self._born, block.born])
 
     def _keep(self, documents: slice) -> None:
         self._starts, self._lengths = self._starts[documents], self._lengths[documents]
         self._keys, self._labels = self._keys[documents], self._labels[documents]
         self._born = self._born[documents]
 
-    def _room_for(self, tokens: int) -> int | None:
-        """Where a block fits into the ring without touching a document, or ``None``."""
-        rows = 0 if self._store is None else len(self._store)
-        if not len(self._starts):
-            return 0 if tokens <= rows else None
-        tail, head = int(self._starts[0]), self._head
-        if tail < head:  # documents in the middle, room behind and before them
-            return head if head + tokens <= rows else 0 if tokens <= tail else None
-        return head if head + tokens <= tail else None
+    @property
+    def _head(self) -> int:
+        """The row behind the newest document."""
+        return int(self._starts[-1] + self._lengths[-1]) if len(self._starts) else 0
 
-    def _grow(self, block: _Block) -> int:
-        """Move the documents to a larger store, and tell where the block goes."""
+    def _tokens_behind(self, lengths: Tensor) -> int | None:
+        """How many tokens of new documents go behind the newest; ``None`` if they do not fit into the ring.
+
+        The others go to the first rows of the store. No document is split.
+        """
+        rows = 0 if self._store is None else len(self._store)
+        tail, head, needed = int(self._starts[0]) if len(self._starts) else rows, self._head, int(lengths.sum())
+        if head <= tail:  # the documents are around the seam, or none are there
+            return needed if head + needed <= tail else None
+        fitting = lengths[lengths.cumsum(0) <= rows - head]
+        behind = int(fitting.sum())
+        return behind if needed - behind <= tail else None
+
+    def _larger(self, block: _Block) -> Tensor:
+        """A larger store, which holds the documents from its first row on and has room for a block."""
         lengths = torch.cat([self._lengths, block.lengths]).double()
-        n, longest, needed = len(block.vectors), float(lengths.max()), float(lengths.sum())
+        longest, needed = float(lengths.max()), float(lengths.sum())
         spread = float(lengths.std()) if len(lengths) > 1 else 0.0
         full = min(
-            self.capacity * longest, self.capacity * float(lengths.mean()) + 4 * math.sqrt(self.capacity) * spread
+            self.capacity * longest, self.capacity * float(lengths.mean()) + 6 * math.sqrt(self.capacity) * spread
         )
-        # One block more, as the last one before the seam may not fit and leave a gap.
-        store = block.vectors.new_empty(math.ceil(max(needed, full)) + n, block.vectors.shape[-1])
-        kept = int(self._lengths.sum())
+        # One document more, as the last one before the seam may not fit and leave a gap.
+        store = block.vectors.new_empty(math.ceil(max(needed, full) + longest), block.vectors.shape[-1])
         if self._store is not None:
-            store[:kept] = self._packed(self._store)
-        self._store = store
+            store[: int(self._lengths.sum())] = self._packed(self._store)
         self._starts = self._lengths.cumsum(0) - self._lengths
-        return kept
+        return store
 
     def _packed(self, store: Tensor) -> Tensor:
         """The tokens of all documents, the oldest first, without gaps."""
-        rows = self._starts.repeat_interleave(self._lengths)
-        within = torch.arange(len(rows)) - (self._lengths.cumsum(0) - self._lengths).repeat_interleave(self._lengths)
-        return store[(rows + within).to(store.device)]
+        return store[self._rows().to(store.device)]
+
+    def _rows(self) -> Tensor:
+        """The rows of these tokens in the store."""
+        within = torch.arange(int(self._lengths.sum()))
+        return within + (self._starts - self._lengths.cumsum(0) + self._lengths).repeat_interleave(self._lengths)
 
     def _tell_if_older_than_an_epoch(self, block: _Block) -> None:
         """Warn once when documents come round while their older copies are still there."""

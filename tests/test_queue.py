@@ -66,6 +66,50 @@ def test_does_not_grow_once_it_has_wrapped():
     assert sizes[-1] < 1.35 * 256 * 100
 
 
+@pytest.mark.parametrize("how", ["resumed", "prefilled"])
+def test_needs_no_more_memory_however_it_was_filled(how):
+    """As many rows as a queue that was filled batch by batch, then and once it has gone round."""
+    generator = torch.Generator().manual_seed(0)
+
+    def batch(n: int):
+        return documents(torch.randint(20, 181, (n,), generator=generator).tolist(), dim=2)
+
+    def rows(queue: DocumentQueue) -> int:
+        return queue.column().tokens.vectors.shape[0]
+
+    grown, queue = DocumentQueue(256), DocumentQueue(256)
+    for _ in range(64):
+        grown.enqueue(*batch(16))
+        grown.column()
+    if how == "resumed":
+        queue.load(grown.state())
+    else:
+        queue.enqueue(*batch(256))
+    assert rows(queue) <= 1.1 * rows(grown)
+    for _ in range(64):
+        queue.enqueue(*batch(16))
+        assert rows(queue) <= 1.1 * rows(grown)
+
+
+def test_a_state_is_no_larger_than_its_documents():
+    queue = DocumentQueue(4)
+    for _ in range(3):
+        queue.enqueue(*documents([9, 1, 4]))
+        queue.column()
+    assert queue.state()["vectors"].shape[0] == 9 + 1 + 4 + 4
+
+
+def test_a_smaller_queue_takes_the_newest_of_a_state():
+    queue, smaller = DocumentQueue(6), DocumentQueue(2)
+    for _ in range(3):
+        queue.enqueue(*documents([5, 6, 7, 8]))
+        queue.column()
+    smaller.load(queue.state())
+    assert smaller.state()["lengths"].tolist() == [7, 8]
+    assert torch.equal(smaller.state()["vectors"], queue.state()["vectors"][-15:])
+    assert smaller.column().tokens.vectors.shape[0] <= 3 * 8
+
+
 def test_memory():
     """4,096 documents of 20..180 tokens in bfloat16: about 100 MB, where padding in float32 takes 378 MB."""
     generator = torch.Generator().manual_seed(0)

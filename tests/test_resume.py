@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import shutil
 from pathlib import Path
@@ -13,6 +14,7 @@ from huggingface_hub.utils import filter_repo_objects
 from transformers import TrainerCallback
 
 from st_colbert_losses import ColbertLoss, ColbertSigmoidLoss, MoCoColbertLoss, MoCoColbertSigmoidLoss
+from tests.encoder import Encoder, batch
 from tests.models import PYLATE, tiny_model
 from tests.test_trainers import ROWS, Arguments, WorldTrainer
 
@@ -117,6 +119,25 @@ def test_resume(build, accumulate, tmp_path):
     shutil.move(tmp_path / "whole" / f"checkpoint-{SAVED}", moved)
     assert_equal(whole, run(build, tmp_path / "resumed", resume=moved, accumulate=accumulate))
     assert all(memory["_extra_state"]["steps"] == STEPS for memory in whole[1].values())
+
+
+@pytest.mark.parametrize("steps", [20, 27])
+def test_a_queue_of_many_tokens_goes_on_as_it_was(steps):
+    """More than one chunk of a backward pass holds, at two places of the ring: gradients are summed in one order."""
+    torch.manual_seed(0)
+    losses = [MoCoColbertLoss(Encoder(), queue_size=256, momentum=0.9, temperature=0.1) for _ in range(2)]
+    for _ in range(steps):
+        losses[0](batch(rows=16, columns=2, width=180))
+    file = io.BytesIO()
+    torch.save(losses[0].state_dict(), file)
+    losses[1].load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
+    for _ in range(18):
+        features = batch(rows=16, columns=2, width=180)
+        results = []
+        for loss in losses:
+            value = loss(features)
+            results.append((value, *torch.autograd.grad(value, list(loss.model.parameters()))))
+        assert_equal(*results)
 
 
 def test_resume_without_the_file_says_so(tmp_path, caplog):
