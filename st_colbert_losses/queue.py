@@ -88,9 +88,10 @@ class DocumentQueue:
     def append(self, documents: Column) -> None:
         """Append the documents of a batch."""
         vectors, mask = documents.tokens.vectors.detach(), documents.tokens.mask
-        if self._store is not None and vectors.shape[-1] != self._store.shape[-1]:
+        known = self._pending[-1].vectors if self._pending else self._store
+        if known is not None and vectors.shape[-1] != known.shape[-1]:
             raise ValueError(
-                f"DocumentQueue: got embeddings of {vectors.shape[-1]} dimensions, expected {self._store.shape[-1]}. "
+                f"DocumentQueue: got embeddings of {vectors.shape[-1]} dimensions, expected {known.shape[-1]}. "
                 "Clear it before it holds documents of another model."
             )
         unknown = torch.full((len(mask),), NONE, device=mask.device)
@@ -103,6 +104,8 @@ class DocumentQueue:
         )
         if len(block.lengths):
             self._pending.append(block.newest(self.capacity))
+        while sum(len(block.lengths) for block in self._pending[1:]) >= self.capacity:  # none of the first would stay
+            del self._pending[0]
 
     @property
     def mean_age(self) -> float:
@@ -110,24 +113,34 @@ class DocumentQueue:
         born = torch.cat([self._born, *(block.born for block in self._pending)])[-self.capacity :]
         return float((self._clock - born).double().mean()) if len(born) else 0.0
 
-    def column(self) -> Queued | None:
-        """The documents as candidates that belong to no row, the oldest first; ``None`` while there are none."""
+    def column(self, device: torch.device | None = None) -> Queued | None:
+        """The documents as candidates that belong to no row, the oldest first; ``None`` while there are none.
+
+        Args:
+            device: Where they are kept from now on; ``None`` where they are.
+        """
         self._write()
-        if self._store is None or not len(self._starts):
+        if self._store is None:
             return None
+        if device is not None:
+            self._store, self._keys, self._labels = (t.to(device) for t in (self._store, self._keys, self._labels))
         tokens = PackedTokens(self._store, self._lengths, self._starts)
         return Queued(tokens, torch.full_like(self._keys, -1), self._labels, self._keys)
 
     def lend(self, scores: Tensor) -> None:
-        """Keep the store as it is until the backward pass of these scores has read it."""
+        """Leave the store to the backward pass of these scores: until that begins, writes go to a copy.
+
+        While it runs nothing is written, as writing is put off until the next read.
+        """
+        if not scores.requires_grad:
+            return
         ticket = self._lent = object()
 
         def give_back(_: Tensor) -> None:
             if self._lent is ticket:
                 self._lent = None
 
-        if scores.requires_grad:
-            scores.register_hook(give_back)  # type: ignore[no-untyped-call] # torch does not type it
+        scores.register_hook(give_back)  # type: ignore[no-untyped-call] # torch does not type it
 
     def state(self) -> dict[str, Tensor]:
         """The documents, where they lie, and what is known of them, for a checkpoint."""
@@ -158,18 +171,16 @@ class DocumentQueue:
             self._pending.append(block.newest(self.capacity))
             return
         self._store = block.vectors.new_empty(int(state["rows"]), block.vectors.shape[-1])
-        self._add(block, state["starts"].cpu())
+        self._add(block, self._store, state["starts"].cpu())
         self._store[self._rows().to(self._store.device)] = block.vectors
         self._tell()
 
     def _write(self) -> None:
-        pending, self._pending = self._pending, []
-        for block in pending:
+        while self._pending:
+            block = self._pending[0]
             self._tell_if_older_than_an_epoch(block)
             gone = max(0, len(self._starts) + len(block.lengths) - self.capacity)
             self._keep(slice(gone, None))
-            if self._store is not None and self._store.device != block.vectors.device:
-                self._store = self._store.to(block.vectors.device)
             behind = self._tokens_behind(block.lengths)
             if self._store is None or behind is None:
                 self._store, behind = self._larger(block), len(block.vectors)
@@ -180,14 +191,19 @@ class DocumentQueue:
             self._store[head : head + behind] = block.vectors[:behind]
             self._store[: len(block.vectors) - behind] = block.vectors[behind:]
             starts = block.lengths.cumsum(0) - block.lengths
-            self._add(block, torch.where(starts + block.lengths <= behind, head + starts, starts - behind))
+            self._add(
+                block, self._store, torch.where(starts + block.lengths <= behind, head + starts, starts - behind)
+            )
+            del self._pending[0]
             self._tell()
 
-    def _add(self, block: _Block, starts: Tensor) -> None:
+    def _add(self, block: _Block, store: Tensor, starts: Tensor) -> None:
         self._starts = torch.cat([self._starts, starts])
         self._lengths = torch.cat([self._lengths, block.lengths])
-        self._keys = torch.cat([self._keys.to(block.keys.device), block.keys])
-        self._labels = torch.cat([self._labels.to(block.labels.device), block.labels])
+        self._keys, self._labels = (
+            torch.cat([old.to(store.device), new.to(store.device)])
+            for old, new in ((self._keys, block.keys), (self._labels, block.labels))
+        )
         self._born = torch.cat([self._born, block.born])
 
     def _keep(self, documents: slice) -> None:
@@ -222,7 +238,8 @@ class DocumentQueue:
             self.capacity * longest, self.capacity * float(lengths.mean()) + 6 * math.sqrt(self.capacity) * spread
         )
         # One document more, as the last one before the seam may not fit and leave a gap.
-        store = block.vectors.new_empty(math.ceil(max(needed, full) + longest), block.vectors.shape[-1])
+        like = block.vectors if self._store is None else self._store
+        store = like.new_empty(math.ceil(max(needed, full) + longest), block.vectors.shape[-1])
         if self._store is not None:
             store[: int(self._lengths.sum())] = self._packed(self._store)
         self._starts = self._lengths.cumsum(0) - self._lengths

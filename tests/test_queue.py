@@ -148,12 +148,59 @@ def test_pending_documents_count_and_are_cleared():
     assert queue.state() == {}
 
 
+def test_pending_documents_that_would_not_stay_are_dropped():
+    """Nothing reads a queue during ``warmup_steps``; it holds no more than one batch above its capacity meanwhile."""
+    queue = DocumentQueue(5)
+    for step in range(20):
+        queue.enqueue(*documents([2, 3]), labels=torch.tensor([2 * step, 2 * step + 1]))
+    assert sum(len(block.lengths) for block in queue._pending) <= 5 + 2
+    assert queue.mean_age == (0 + 0 + 1 + 1 + 2) / 5
+    assert queue.column().labels.tolist() == [35, 36, 37, 38, 39]
+
+
+def test_follows_the_device_that_is_asked_for():
+    """``meta`` stands for an accelerator: it refuses to work together with tensors of the CPU as those do."""
+    other = torch.device("meta")
+    queue, prefilled = DocumentQueue(5), DocumentQueue(5)
+    prefilled.enqueue(*documents([2, 3]), labels=torch.tensor([1, 2]))
+    queue.load(prefilled.state())
+    for _ in range(5):
+        column = queue.column(other)
+        assert {t.device for t in (column.tokens.vectors, column.rows, column.labels, column.keys)} == {other}
+        assert column.tokens.lengths.device.type == "cpu"
+        queue.enqueue(*documents([4, 1]))  # of the CPU
+    assert queue.column().tokens.vectors.device == other
+    assert prefilled.column().tokens.vectors.device.type == "cpu"
+
+
+def test_scores_that_need_no_gradient_keep_nothing():
+    queue = DocumentQueue(4)
+    for _ in range(3):
+        queue.enqueue(*documents([2, 3]))
+        queue.column()
+    store = queue.column().tokens.vectors
+    queue.lend(torch.rand(2))
+    queue.enqueue(*documents([2, 3]))
+    assert queue.column().tokens.vectors.data_ptr() == store.data_ptr()
+
+
+@pytest.mark.parametrize("pending", [True, False])
+def test_refuses_other_dimensions_and_loses_nothing(pending):
+    queue = DocumentQueue(8)
+    queue.enqueue(torch.rand(2, 5, 4))
+    if not pending:
+        queue.column()
+    with pytest.raises(ValueError, match=r"DocumentQueue: got embeddings of 6 dimensions, expected 4"):
+        queue.enqueue(torch.rand(2, 5, 6))
+    queue.enqueue(torch.rand(2, 5, 4))
+    assert queue.column().tokens.vectors.shape[1] == 4
+    assert len(queue) == 4
+
+
 def test_refuses_what_does_not_fit():
     queue = DocumentQueue(4)
     queue.enqueue(*documents([1]))
     queue.column()
-    with pytest.raises(ValueError, match=r"DocumentQueue: got embeddings of 5 dimensions, expected 3"):
-        queue.enqueue(*documents([1], dim=5))
     with pytest.raises(ValueError, match=r"DocumentQueue: got .* labels of shape \(3,\)"):
         queue.enqueue(*documents([1]), labels=torch.arange(3))
     with pytest.raises(ValueError, match=r"Tokens: got vectors of shape"):
