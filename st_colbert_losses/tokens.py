@@ -14,7 +14,7 @@ class Tokens:
             token whose vector is not all zero, so batches that were padded with zeros need no mask.
 
     Raises:
-        ValueError: If a shape or dtype is not as above.
+        ValueError: If they are no tensors, or a shape or dtype is not as above.
 
     Example:
         >>> import torch
@@ -24,21 +24,27 @@ class Tokens:
     """
 
     def __init__(self, vectors: Tensor, mask: Tensor | None = None) -> None:
-        if vectors.ndim != 3 or not vectors.is_floating_point():
+        if not isinstance(vectors, Tensor) or vectors.ndim != 3 or not vectors.is_floating_point():
             raise ValueError(
-                f"Tokens: got vectors of shape {tuple(vectors.shape)} and dtype {vectors.dtype}, expected a floating "
-                "point tensor (N, T, D): rows, tokens, dimensions. Pass several documents per row as (N * n, T, D), "
-                "row by row."
+                f"Tokens: got vectors of {_kind(vectors)}, expected a floating point tensor (N, T, D): rows, tokens, "
+                "dimensions. Pass several documents per row as (N * n, T, D), row by row."
             )
         if mask is None:
             mask = vectors.detach().ne(0).any(-1)
-        if mask.shape != vectors.shape[:2]:
+        rows_and_tokens = tuple(vectors.shape[:2])
+        if not isinstance(mask, Tensor) or mask.shape != rows_and_tokens:
             raise ValueError(
-                f"Tokens: got a mask of shape {tuple(mask.shape)} for vectors of shape {tuple(vectors.shape)}, "
-                f"expected {tuple(vectors.shape[:2])}. Pass one mask value per token."
+                f"Tokens: got a mask of {_kind(mask)}, expected a tensor of shape {rows_and_tokens}, as the vectors "
+                "have. Pass one mask value per token."
             )
         self.vectors = vectors
         self.mask = mask.to(vectors.device).bool()
 
     def __len__(self) -> int:
         return self.vectors.shape[0]
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"shape {tuple(value.shape)} and dtype {value.dtype}"
+    return f"type {type(value).__name__}"

@@ -289,3 +289,19 @@ def test_pool_is_query_major():
     loss.from_tokens(queries, documents)
     inf = -torch.inf
     assert seen["pool"].tolist() == [[inf, 3, 4, 2, 5, 6], [1, 3, 4, inf, 5, 6]]
+
+
+@pytest.mark.parametrize("vectors", [[[1.0]], None, torch.rand(2, 3), torch.ones(2, 3, 4, dtype=torch.long)])
+def test_tokens_of_what_are_none(vectors):
+    says = r"^Tokens: got vectors of .*, expected a floating point tensor \(N, T, D\).* Pass "
+    with pytest.raises(ValueError, match=says):
+        Tokens(vectors)
+    with pytest.raises(ValueError, match=says):
+        build("MoCoColbertLoss").queue.enqueue(vectors)
+
+
+@pytest.mark.parametrize("mask", [[[True] * 3] * 2, torch.ones(2, 4), True])
+def test_tokens_with_what_is_no_mask(mask):
+    says = r"^Tokens: got a mask of .*, expected a tensor of shape \(2, 3\), as the vectors have. Pass "
+    with pytest.raises(ValueError, match=says):
+        Tokens(torch.rand(2, 3, 4), mask)
