@@ -88,7 +88,9 @@ def distillation(
     """
     student = torch.cat([scores.positive[:, None], scores.hard], 1)
     if scores.teacher is None:
-        raise ValueError("distillation: got no teacher's scores. Use ColbertDistillationLoss.")
+        raise ValueError(
+            "distillation: got no teacher's scores, expected one per document of a row. Use ColbertDistillationLoss."
+        )
     absent = student == -torch.inf
     teacher = scores.teacher.to(student)
     if normalize_teacher_scores:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -11,14 +13,18 @@ from st_colbert_losses import (
     CachedColbertDistillationLoss,
     ColbertDistillationLoss,
     ColbertLoss,
+    LateInteractionLoss,
     MoCoColbertDistillationLoss,
     Tokens,
 )
+from st_colbert_losses.objectives import distillation
 from tests import reference
 from tests.batches import Passthrough, make_batch
 from tests.models import PYLATE, assert_same_gradients, columns, gradients, tiny_model
 
 TEACHER = torch.tensor([[9.0, 3.0, 5.0], [0.2, 0.9, 0.1], [-4.0, -4.0, -4.0]])
+
+OBJECTIVE = {"teacher_temperature": 1.0, "normalize_teacher_scores": True, "contrastive_weight": 0.0}
 
 
 def check(batch, teacher, **options) -> None:
@@ -125,6 +131,22 @@ def test_bad_teacher_scores(labels):
     batch = make_batch([1, 1, 1], [[1, 1, 1]] * 3)
     with pytest.raises(ValueError, match=r"ColbertDistillationLoss: got .*expected a teacher's scores, \(3, 3\)"):
         ColbertDistillationLoss(Passthrough())(batch.features, labels)
+
+
+def test_what_are_no_tokens():
+    """Said as by the other losses, before anything is read of them."""
+    tokens = Tokens(torch.rand(1, 3, 4))
+    says = "ColbertDistillationLoss: got queries of type .* and documents .*, expected Tokens and a list of Tokens"
+    for queries, documents in ((tokens, tokens), (tokens, (t for t in [tokens])), (tokens, None), (None, [tokens])):
+        with pytest.raises(ValueError, match=says):
+            ColbertDistillationLoss(Passthrough()).from_tokens(queries, documents)
+
+
+def test_the_objective_alone_asks_for_a_teacher():
+    loss = LateInteractionLoss(Passthrough(), partial(distillation, **OBJECTIVE), explicit_negatives=True)
+    says = "distillation: got no teacher's scores, expected one per document of a row. Use ColbertDistillationLoss"
+    with pytest.raises(ValueError, match=says):
+        loss(make_batch([1, 1], [[1, 1]] * 2).features)
 
 
 def test_other_losses_name_this_one():

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from st_colbert_losses.base import LateInteractionLoss
-from st_colbert_losses.checks import check_rows, check_teacher_scores
+from st_colbert_losses.checks import check_rows, check_teacher_scores, check_tokens
 from st_colbert_losses.columns import Column
 from st_colbert_losses.draws import draw_negatives
 from st_colbert_losses.features import count_rows, row_bounds, select_rows
@@ -106,7 +106,8 @@ class ColbertDistillationLoss(LateInteractionLoss):
 
     def from_tokens(self, queries: Tokens, documents: Sequence[Tokens], labels: Tensor | None = None) -> Tensor:
         """Compute the same loss from embeddings; labels are the teacher's scores."""
-        if len(documents) == 1 and isinstance(documents[0], Tokens) and len(documents[0]) > len(queries) > 0:
+        queries, *documents = check_tokens(self._name, queries, documents)
+        if len(documents) == 1 and len(documents[0]) > len(queries) > 0:
             check_rows(self._name, [len(queries), len(queries), len(documents[0])])
             every = torch.arange(len(documents[0]), device=documents[0].mask.device).view(len(queries), -1)
             documents = [_rows(documents[0], every[:, 0]), _rows(documents[0], every[:, 1:].flatten())]
