@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from st_colbert_losses.checks import (
 )
 from st_colbert_losses.columns import Batch, Column, Queued
 from st_colbert_losses.content import content_keys
-from st_colbert_losses.distributed import gather_columns, gather_sizes, rank, world_size
+from st_colbert_losses.distributed import average_gradients, gather_columns, gather_sizes, rank, world_size
 from st_colbert_losses.draws import draw_negatives
 from st_colbert_losses.encoding import embed, is_document_column, unwrap
 from st_colbert_losses.features import count_rows
@@ -415,7 +415,7 @@ class LateInteractionLoss(nn.Module):
                     )
                 if not losses:
                     self._look(scores, filtered, learned, queries.tokens.vectors.dtype, log)
-                row_losses = self.objective(filtered, **self._hyperparameters(learned))
+                row_losses = self._apply_objective(filtered, learned)
                 losses.append(share * check_row_losses(self._name, row_losses, len(queries.tokens)).mean())
             loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
         # A short batch weighs less in the mean over processes that follows; the value stays that of its own rows.
@@ -443,6 +443,14 @@ class LateInteractionLoss(nn.Module):
             both_ways=getattr(self, "document_to_query_weight", 0.0) > 0,
         )
         return replace(scores, teacher=batch.teacher)
+
+    def _apply_objective(self, scores: Scores, learned: dict[str, Tensor]) -> object:
+        """One loss per query; the gradient of an objective's own parameters is the mean over processes."""
+        hyperparameters = self._hyperparameters(learned)
+        if world_size() == 1 or not isinstance(self.objective, nn.Module):
+            return self.objective(scores, **hyperparameters)
+        own = {name: average_gradients(p) for name, p in self.objective.named_parameters()}
+        return torch.func.functional_call(self.objective, own, (scores,), hyperparameters)
 
     def _hyperparameters(self, learned: dict[str, Tensor]) -> dict[str, Any]:
         """What the objective asks for by name; what this loss does not have is left to the objective's default."""
@@ -518,15 +526,32 @@ class LateInteractionLoss(nn.Module):
     def remembers(self) -> bool:
         """Whether a checkpoint must hold more than the model for the loss to go on as it was."""
         filters_later = self.pos_aware_negative_filtering and self.filter_warmup_steps > 0
-        return self.memory is not None or len(self.shifts) > 0 or filters_later
+        return self.memory is not None or filters_later or any(True for _ in self.own_parameters())
+
+    def own_parameters(self) -> Iterator[nn.Parameter]:
+        """Parameters that are not the model's: what is learned, and an objective's."""
+        yield from self.parameters(recurse=False)
+        for name, module in self.named_children():
+            if name != "model":
+                yield from module.parameters()
 
     def own_state(self) -> dict[str, Any]:
         """The part of ``state_dict()`` that is not the model's, for a checkpoint."""
         return {name: value for name, value in self.state_dict().items() if not name.startswith("model.")}
 
     def load_own_state(self, state: dict[str, Any]) -> None:
-        """Go on from what :meth:`own_state` returned."""
-        self.load_state_dict(state, strict=False)
+        """Go on from what :meth:`own_state` returned.
+
+        Raises:
+            ValueError: If it is the state of another loss.
+        """
+        missing, unexpected = self.load_state_dict(state, strict=False)
+        missing = [name for name in missing if not name.startswith("model.")]
+        if missing or unexpected:
+            raise ValueError(
+                f"{self._name}: got a state without {missing} and with {unexpected}, expected that of the same loss. "
+                "Make the loss as it was when the checkpoint was written, or remove its _st_colbert_losses file."
+            )
 
     def forget(self) -> None:
         """Start again from the model as it is."""
@@ -540,7 +565,7 @@ class LateInteractionLoss(nn.Module):
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         self.steps = state["steps"]
-        self.shifts.starts.update(state["starts"])
+        self.shifts.starts.update({name: value for name, value in state["starts"].items() if name in self.shifts})
 
     def _moco_memory(self) -> Memory:
         if self.memory is None:

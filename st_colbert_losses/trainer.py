@@ -13,14 +13,13 @@ import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 from urllib.parse import quote
 
 import torch
 from torch import nn
 
 from st_colbert_losses.distributed import rank, world_size
-from st_colbert_losses.learned import Shifts
 from st_colbert_losses.signals import Signals
 
 logger = logging.getLogger("st_colbert_losses")
@@ -30,10 +29,12 @@ class Attached(Protocol):
     """What is attached: a loss."""
 
     signals: Signals
-    shifts: Shifts
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The model's and its own."""
+
+    def own_parameters(self) -> Iterator[nn.Parameter]:
+        """Those that are not the model's."""
 
     @property
     def remembers(self) -> bool:
@@ -54,21 +55,38 @@ def attach(loss: Attached) -> None:
     trainer, checkpoint = _find_trainer()
     if trainer is None or getattr(_callback_of(trainer, loss), "training", False):
         return
-    losses = getattr(trainer, "loss", None)
-    named: dict[str, Any] = dict(losses) if isinstance(losses, dict) else {"": losses}
-    if not any(value is loss for value in named.values()):  # inside another loss
-        named = {"": loss}
-    for name, other in named.items():
-        if hasattr(other, "own_state"):
-            _attach(trainer, checkpoint, other, name)
+    losses = _losses_of(trainer)
+    if not any(other is loss for other in losses.values()):  # one that the Trainer does not know
+        losses = {_name_of_a_stranger(trainer): loss}
+    for name, other in losses.items():
+        _attach(trainer, checkpoint, other, name)
+
+
+def _losses_of(trainer: Any) -> dict[str, Attached]:
+    """The losses of a Trainer, by the names of their datasets and, of several in one module, their names in it."""
+    given = getattr(trainer, "loss", None)
+    found: dict[str, Attached] = {}
+    for dataset, loss in given.items() if isinstance(given, dict) else [("", given)]:
+        inside = dict(loss.named_modules()) if isinstance(loss, nn.Module) else {}
+        inside = {path: module for path, module in inside.items() if hasattr(module, "own_state")}
+        for path, module in inside.items():
+            if not any(module is other for other in found.values()):  # else of two datasets
+                found[".".join(filter(None, (dataset, path if len(inside) > 1 else "")))] = cast(Attached, module)
+    return found
+
+
+def _name_of_a_stranger(trainer: Any) -> str:
+    attached = sum(hasattr(callback, "attached_loss") for callback in trainer.callback_handler.callbacks)
+    return str(attached + 1) if attached else ""
 
 
 def _attach(trainer: Any, checkpoint: str | None, loss: Attached, name: str) -> None:
-    # A file per loss of a dict and per process; the underscore keeps the Trainer from publishing it.
+    # A file per loss and process; the underscore keeps the Trainer from publishing it.
     process = f"_rank{rank()}" if world_size() > 1 else ""
     file = f"_st_colbert_losses{'_' if name else ''}{quote(name, safe='')}{process}.pt"
     callback = _callback_of(trainer, loss) or _add_callback(trainer, loss, file, f"{name}_" if name else "")
     callback.training = True
+    file = callback.file  # of the first training, in which a stranger may have had another name
     if checkpoint is None or not loss.remembers:
         return
     if Path(checkpoint, file).is_file():
@@ -116,11 +134,15 @@ def _add_callback(trainer: Any, loss: Attached, file: str, prefix: str) -> Any:
         attached_loss = loss
         training = False
 
+        def __init__(self) -> None:
+            self.file = file
+
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             self.training = False  # so that the loss looks for a checkpoint, also after a training that broke off
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            loss.shifts.zero_grad()  # a Trainer zeroes the gradients of the model alone
+            for p in loss.own_parameters():  # a Trainer zeroes the gradients of the model alone
+                p.grad = None
 
         def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if not loss.remembers:

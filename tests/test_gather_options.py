@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import st_colbert_losses
+from st_colbert_losses import LateInteractionLoss
 from st_colbert_losses.draws import draw_negatives
 from tests.encoder import Encoder
 from tests.ranks import run_ranks
@@ -32,6 +33,7 @@ def check_rank(rank: int, world: int) -> None:
     for sizes in SHAPES[world]:
         for name, options in CASES:
             check(rank, sizes, name, options)
+        objective_with_parameters(rank, sizes)
     draws_differ(rank)
 
 
@@ -59,6 +61,32 @@ def check(rank: int, sizes: tuple[int, ...], name: str, options: dict) -> None:
     for what, theirs in single.shifts.items():  # parameters of the loss, in float32
         assert theirs.grad.abs() > 1e-4
         torch.testing.assert_close(together.shifts[what].grad, theirs.grad, rtol=1e-5, atol=0)
+
+
+class Scaled(nn.Module):
+    """An objective with a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+
+    def forward(self, scores):
+        return nn.functional.softplus((scores.pool.max(1).values - scores.positive) * self.scale)
+
+
+def objective_with_parameters(rank: int, sizes: tuple[int, ...]) -> None:
+    torch.manual_seed(7)
+    encoder = Encoder().double()
+    alone = LateInteractionLoss(copy.deepcopy(encoder), Scaled())
+    ddp = nn.parallel.DistributedDataParallel(encoder, broadcast_buffers=False)
+    together = LateInteractionLoss(ddp, Scaled(), gather_across_devices=True)
+    features = whole_batch(sum(sizes), 3, 0)
+    together(of_rank(features, sizes, rank)).backward()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("st_colbert_losses.base.average_gradients", lambda values: values)
+        one_process(alone, features, torch.arange(sum(sizes))).backward()
+    assert alone.objective.scale.grad.abs() > 1e-4
+    torch.testing.assert_close(together.objective.scale.grad, alone.objective.scale.grad, rtol=1e-10, atol=0)
 
 
 def draws_differ(rank: int) -> None:
