@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,9 +55,8 @@ class Signals:
     """The signals of the last batch, and their means since the last log. Read only when somebody asks."""
 
     def __init__(self) -> None:
-        self.last: dict[str, float | Tensor] = {}
-        self._sums: dict[str, float | Tensor] = {}
-        self._batches = 0
+        self._last: _Sums | None = None
+        self._since_log: _Sums | None = None
 
     def update(self, measured: Tensor, others: Mapping[str, float | Tensor], *, log: bool) -> None:
         """Take those of a batch.
@@ -66,27 +66,33 @@ class Signals:
             others: Further ones by name, numbers or detached scalars.
             log: Count them in the next log.
         """
-        self.last = {"measured": measured, **others}
+        self._last = _Sums(measured, others, batches=1)
         if log:
-            self._sums = {name: value + self._sums.get(name, 0) for name, value in self.last.items()}
-            self._batches += 1
+            self._since_log = self._last if self._since_log is None else self._since_log.plus(self._last)
 
     def read(self) -> dict[str, float]:
         """Those of the last batch."""
-        return _as_numbers(self.last, 1)
+        return {} if self._last is None else self._last.means()
 
     def read_means(self) -> dict[str, float]:
         """The means over the batches since this was last called."""
-        means = _as_numbers(self._sums, self._batches)
-        self._sums, self._batches = {}, 0
+        means = {} if self._since_log is None else self._since_log.means()
+        self._since_log = None
         return means
 
 
-def _as_numbers(sums: Mapping[str, float | Tensor], batches: int) -> dict[str, float]:
-    numbers: dict[str, float] = {}
-    for name, value in sums.items():
-        if name == "measured" and isinstance(value, Tensor):
-            numbers.update(zip(MEASURED, (value / batches).tolist(), strict=True))
-        else:
-            numbers[name] = float(value) / batches
-    return {name: float(f"{value:.6g}") for name, value in numbers.items()}
+class _Sums(NamedTuple):
+    """The signals of some batches: those of :func:`measure` in one tensor, to be fetched from a GPU at once."""
+
+    measured: Tensor
+    others: Mapping[str, float | Tensor]
+    batches: int
+
+    def plus(self, batch: _Sums) -> _Sums:
+        others = {name: value + self.others.get(name, 0) for name, value in batch.others.items()}
+        return _Sums(self.measured + batch.measured, others, self.batches + batch.batches)
+
+    def means(self) -> dict[str, float]:
+        numbers = dict(zip(MEASURED, (self.measured / self.batches).tolist(), strict=True))
+        numbers |= {name: float(value) / self.batches for name, value in self.others.items()}
+        return {name: float(f"{value:.6g}") for name, value in numbers.items()}

@@ -13,6 +13,7 @@ from st_colbert_losses import (
     Tokens,
 )
 from st_colbert_losses.objectives import infonce
+from st_colbert_losses.signals import MEASURED, Signals
 from tests.batches import Passthrough, make_batch
 
 SCORES = torch.tensor([[0.9, 0.8, 0.1], [0.7, 0.5, 0.2], [0.0, 0.3, 0.6]])  # positives on the diagonal
@@ -116,3 +117,17 @@ def test_means_between_logs():
     means = loss.signals.read_means()
     assert means == pytest.approx({name: (seen[0][name] + seen[1][name]) / 2 for name in seen[0]}, rel=1e-4)
     assert loss.signals.read_means() == {}
+
+
+def test_any_name_beside_the_measured_ones():
+    """Another signal may bear any name; nothing is read where nothing was measured."""
+    signals = Signals()
+    assert signals.read() == signals.read_means() == {}
+    for value in (1.0, 4.0):
+        measured = torch.arange(6.0) * value
+        signals.update(measured, {"measured": torch.tensor(value), "temperature": value}, log=True)
+    assert signals.read() == {**dict(zip(MEASURED, measured.tolist(), strict=True)), "measured": 4, "temperature": 4}
+    means = {**dict(zip(MEASURED, (torch.arange(6.0) * 2.5).tolist(), strict=True)), "measured": 2.5}
+    assert signals.read_means() == {**means, "temperature": 2.5}
+    assert signals.read_means() == {}
+    assert signals.read()["measured"] == 4
