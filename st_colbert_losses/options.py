@@ -7,11 +7,11 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import torch
 from torch import nn
-from typing_extensions import TypedDict
+from typing_extensions import TypedDict, is_typeddict
 
 
 class CommonOptions(TypedDict, total=False):
@@ -73,11 +73,11 @@ class MemoryOptions(TypedDict, total=False):
     show_progress_bar: bool
 
 
-class MoCoOptions(Options, MemoryOptions, total=False):
+class MoCoOptions(MemoryOptions, Options, total=False):
     """Keyword arguments of the MoCo forms."""
 
 
-class MoCoCommonOptions(CommonOptions, MemoryOptions, total=False):
+class MoCoCommonOptions(MemoryOptions, CommonOptions, total=False):
     """Keyword arguments of a MoCo form that has its own default for ``normalize_scores``."""
 
 
@@ -96,29 +96,50 @@ MEMORY_DEFAULTS: dict[str, Any] = {
 }
 
 
-def whole_signature(init: Callable[..., None], base: Callable[..., None]) -> inspect.Signature:
+def whole_signature(loss: type[nn.Module]) -> inspect.Signature:
     """The signature of a loss with the options that its ``**options`` stand for, as ``help`` is to show it.
 
-    Args:
-        init: The constructor of the loss.
-        base: The constructor that has the common options, with their defaults.
+    Where they are typed, ``**options: Unpack[Options]``, those of the type. Otherwise the keyword arguments of the
+    loss that is extended, and ``**options`` still, as the constructor may take arguments of its own out of them.
     """
-    _, *parameters = inspect.signature(init).parameters.values()
-    common = inspect.signature(base).parameters
-    whole = [p for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD]
-    if len(whole) < len(parameters):
-        own = MEMORY_DEFAULTS if "MoCo" in str(parameters[-1].annotation) else {}
-        keyword, types = inspect.Parameter.KEYWORD_ONLY, get_type_hints(MemoryOptions)
-        whole += [inspect.Parameter(n, keyword, default=default, annotation=types[n]) for n, default in own.items()]
-        named = {p.name for p in whole}
-        whole += [common[name] for name in Options.__annotations__ if name not in named]
-    return inspect.Signature(whole)
+    _, *parameters = inspect.signature(loss.__init__).parameters.values()
+    if not parameters or parameters[-1].kind is not inspect.Parameter.VAR_KEYWORD:
+        return inspect.Signature(parameters)
+    *named, options = parameters
+    extended = next(base for base in loss.__mro__[1:] if "__signature__" in vars(base))
+    known = {p.name: p for p in inspect.signature(extended).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    types = _types_of(loss.__init__, options.name)
+    if types is not None:
+        known = {name: known.get(name) or _keyword(name, annotation) for name, annotation in types.items()}
+    taken = {p.name for p in named}
+    more = [p for p in known.values() if p.name not in taken]
+    return inspect.Signature([*named, *more, *([options] if types is None else [])])
+
+
+def _keyword(name: str, annotation: Any) -> inspect.Parameter:
+    """One of the MoCo forms, or of a user's own type, which does not tell the default."""
+    default = MEMORY_DEFAULTS.get(name, ...)
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _types_of(init: Callable[..., None], options: str) -> dict[str, Any] | None:
+    """The types of a constructor's ``**options``; ``None`` where it does not tell."""
+    try:
+        unpacked = get_args(get_type_hints(init).get(options))
+        return get_type_hints(unpacked[0]) if unpacked and is_typeddict(unpacked[0]) else None
+    except Exception:  # a user's annotation may name what only type checkers import
+        return None
 
 
 _ELSEWHERE = {
+    **dict.fromkeys(MEMORY_DEFAULTS, "Use the MoCo form: MoCoColbertLoss for ColbertLoss."),
+    **dict.fromkeys(
+        ("mini_batch_size", "mini_batch_num_tokens", "show_progress_bar"),
+        "Use the Cached form: CachedColbertLoss for ColbertLoss.",
+    ),
     "scale": "It is 1 / temperature over sums: scale=20 is temperature=0.05 with normalize_scores=False.",
-    "mini_batch_size": "Use the Cached form.",
-    "queue_size": "Use the MoCo form.",
+    "objective": "Use LateInteractionLoss.",
+    "explicit_negatives": "Use ColbertNegativeCELoss, ColbertPairwiseNegativeCELoss or LateInteractionLoss.",
     "in_batch_term_weight": "Use ColbertNegativeCELoss or ColbertPairwiseNegativeCELoss.",
     "bias": "Use ColbertSigmoidLoss.",
     "learn_bias": "Use ColbertSigmoidLoss.",
@@ -129,19 +150,21 @@ _ELSEWHERE = {
 }
 
 
-def check_names(owner: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Refuse keyword arguments that a loss does not have.
+def check_names(loss: type[nn.Module], given: Iterable[str]) -> None:
+    """Refuse keyword arguments that a loss does not have; one that takes any passes on what it does not know.
 
     Raises:
         TypeError: Saying who, got, expected and the nearest name, or where the argument belongs.
     """
-    known = list(known)
+    owner, parameters = loss.__name__, inspect.signature(loss).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return
     for name in given:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            remedy = _ELSEWHERE.get(name) or (f"Did you mean {near[0]}?" if near else "See help(...).")
+        if name not in parameters:
+            near = difflib.get_close_matches(name, parameters, n=1)
+            remedy = _ELSEWHERE.get(name) or (f"Did you mean {near[0]}?" if near else f"See help({owner}).")
             raise TypeError(
-                f"{owner}: got an unknown argument {name!r}, expected some of {', '.join(known)}. {remedy}"
+                f"{owner}: got an unknown argument {name!r}, expected some of {', '.join(parameters)}. {remedy}"
             )
 
 
@@ -279,17 +302,25 @@ _RULES: dict[str, _Rule] = {
 }
 
 
-def check_option(owner: str, name: str, value: object) -> None:
+def check_option(owner: str, name: str, value: Any) -> Any:
     """Refuse an invalid hyperparameter; names without a rule pass.
+
+    Returns:
+        The value; numbers of other libraries as Python's own, for JSON.
 
     Raises:
         ValueError: Saying who, got, expected and the remedy.
     """
     if name not in _RULES:
-        return
+        return value
     valid, expected, remedy = _RULES[name]
     if not valid(value):
         raise ValueError(f"{owner}: got {name}={value!r}, expected {expected}. {remedy}")
+    return [_plain(entry) for entry in value] if isinstance(value, (list, tuple)) else _plain(value)
+
+
+def _plain(value: Any) -> Any:
+    return float(value) if isinstance(value, Real) and not isinstance(value, int) else value
 
 
 def check_fixed(owner: str, name: str, value: object, made: object) -> None:
