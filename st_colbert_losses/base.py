@@ -30,7 +30,7 @@ from st_colbert_losses.encoding import embed, is_document_column, unwrap
 from st_colbert_losses.features import count_rows
 from st_colbert_losses.filters import filter_likely_positives
 from st_colbert_losses.learned import Shifts
-from st_colbert_losses.matryoshka import cut
+from st_colbert_losses.matryoshka import cut, shares_of_widths
 from st_colbert_losses.memory import MEMORY_ATTRIBUTES, Memory
 from st_colbert_losses.mini_batches import embed_in_mini_batches
 from st_colbert_losses.momentum import hear_of_steps
@@ -207,7 +207,7 @@ class LateInteractionLoss(nn.Module):
         self.steps = 0  # optimizer steps of the model
         self.signals = Signals()
         self._notices = Notices(self._name)
-        self._widths()
+        shares_of_widths(self._name, matryoshka_dims, matryoshka_weights)  # refuses what does not go together
         hear_of_steps(self)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -401,7 +401,7 @@ class LateInteractionLoss(nn.Module):
         losses: list[Tensor] = []
         with torch.autocast(queries.tokens.vectors.device.type, enabled=False):
             learned = self.shifts.values_for(torch.promote_types(queries.tokens.vectors.dtype, torch.float32))
-            for width, share in self._widths():
+            for width, share in shares_of_widths(self._name, self.matryoshka_dims, self.matryoshka_weights):
                 scores = self._score(width, batch, pool, hard, queued if pool else None)
                 filtered = scores
                 if self.pos_aware_negative_filtering and self.steps >= self.filter_warmup_steps:
@@ -479,19 +479,6 @@ class LateInteractionLoss(nn.Module):
             others["queue_fill"] = len(self.memory.queue) / self.memory.queue.capacity
             others["queue_age"] = self.memory.queue.mean_age
         self.signals.update(measure(scores, filtered), others, log=log)
-
-    def _widths(self) -> list[tuple[int | None, float]]:
-        """The widths of the token vectors that are scored, the widest first, and what share each has in the loss."""
-        dims, weights = self.matryoshka_dims, self.matryoshka_weights
-        if weights is not None and len(weights) != len(dims or ()):
-            raise ValueError(
-                f"{self._name}: got matryoshka_weights={weights!r} for matryoshka_dims={dims!r}, expected one weight "
-                "per width. Leave the weights out to weigh all alike."
-            )
-        if dims is None:
-            return [(None, 1.0)]
-        weights = weights or [1.0] * len(dims)
-        return sorted(((d, w / sum(weights)) for d, w in zip(dims, weights, strict=True)), reverse=True)
 
     def _learn(self, name: str, wanted: bool) -> None:
         """Make a hyperparameter one that is learned, if that is wanted."""

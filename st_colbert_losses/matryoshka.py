@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -12,6 +13,25 @@ from st_colbert_losses.maxsim import PackedTokens
 from st_colbert_losses.tokens import Tokens
 
 _C = TypeVar("_C", Column, Queued)
+
+
+def shares_of_widths(
+    owner: str, dims: Sequence[int] | None, weights: Sequence[float] | None
+) -> list[tuple[int | None, float]]:
+    """The widths that are scored, the widest first, and what share each has in the loss; ``None`` for the full width.
+
+    Raises:
+        ValueError: If there is not one weight per width.
+    """
+    if weights is not None and len(weights) != len(dims or ()):
+        raise ValueError(
+            f"{owner}: got matryoshka_weights={weights!r} for matryoshka_dims={dims!r}, expected one weight per "
+            "width. Leave the weights out to weigh all alike."
+        )
+    if dims is None:
+        return [(None, 1.0)]
+    weights = weights or [1.0] * len(dims)
+    return sorted(((d, w / sum(weights)) for d, w in zip(dims, weights, strict=True)), reverse=True)
 
 
 def cut(column: _C, width: int) -> _C:
