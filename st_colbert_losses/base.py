@@ -220,7 +220,7 @@ class LateInteractionLoss(nn.Module):
         return super().__new__(cls)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        check_option(type(self).__name__, name, value)
+        value = check_option(type(self).__name__, name, value)
         if name.startswith("learn_"):
             check_fixed(type(self).__name__, name, value, getattr(self, name))
             return
@@ -401,8 +401,9 @@ class LateInteractionLoss(nn.Module):
         losses: list[Tensor] = []
         with torch.autocast(queries.tokens.vectors.device.type, enabled=False):
             learned = self.shifts.values_for(torch.promote_types(queries.tokens.vectors.dtype, torch.float32))
+            hyperparameters = self._hyperparameters(learned)
             for width, share in shares_of_widths(self._name, self.matryoshka_dims, self.matryoshka_weights):
-                scores = self._score(width, batch, pool, hard, queued if pool else None)
+                scores = self._score(width, batch, pool, hard, queued if pool else None, hyperparameters)
                 filtered = scores
                 if self.pos_aware_negative_filtering and self.steps >= self.filter_warmup_steps:
                     filtered = filter_likely_positives(
@@ -415,7 +416,7 @@ class LateInteractionLoss(nn.Module):
                     )
                 if not losses:
                     self._look(scores, filtered, learned, queries.tokens.vectors.dtype, log)
-                row_losses = self._apply_objective(filtered, learned)
+                row_losses = self._apply_objective(filtered, hyperparameters)
                 losses.append(share * check_row_losses(self._name, row_losses, len(queries.tokens)).mean())
             loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
         # A short batch weighs less in the mean over processes that follows; the value stays that of its own rows.
@@ -423,7 +424,13 @@ class LateInteractionLoss(nn.Module):
         return loss if weight == 1 else loss.detach() + weight * (loss - loss.detach())
 
     def _score(
-        self, width: int | None, batch: Batch, pool: list[Column], hard: list[Column], queued: Queued | None
+        self,
+        width: int | None,
+        batch: Batch,
+        pool: list[Column],
+        hard: list[Column],
+        queued: Queued | None,
+        hyperparameters: dict[str, Any],
     ) -> Scores:
         """The scores of a batch, of the token vectors' first ``width`` dimensions where there is one."""
         queries, positives = batch.queries, batch.documents[0]
@@ -440,13 +447,12 @@ class LateInteractionLoss(nn.Module):
             sizes=batch.sizes,
             tau=self.tau if self.use_smooth_max else None,
             normalize=self.normalize_scores,
-            both_ways=getattr(self, "document_to_query_weight", 0.0) > 0,
+            both_ways=hyperparameters.get("document_to_query_weight", 0.0) > 0,
         )
         return replace(scores, teacher=batch.teacher)
 
-    def _apply_objective(self, scores: Scores, learned: dict[str, Tensor]) -> object:
+    def _apply_objective(self, scores: Scores, hyperparameters: dict[str, Any]) -> object:
         """One loss per query; the gradient of an objective's own parameters is the mean over processes."""
-        hyperparameters = self._hyperparameters(learned)
         if world_size() == 1 or not isinstance(self.objective, nn.Module):
             return self.objective(scores, **hyperparameters)
         own = {name: average_gradients(p) for name, p in self.objective.named_parameters()}
@@ -456,13 +462,12 @@ class LateInteractionLoss(nn.Module):
         """What the objective asks for by name; what this loss does not have is left to the objective's default."""
         function = self.objective.forward if isinstance(self.objective, nn.Module) else self.objective
         _, *asked = inspect.signature(function).parameters.values()
-        names = [p.name for p in asked if p.default is p.empty or hasattr(self, p.name)]
-        if unknown := [name for name in names if not hasattr(self, name)]:
+        if unknown := [p.name for p in asked if p.default is p.empty and not hasattr(self, p.name)]:
             raise ValueError(
                 f"{self._name}: got an objective that asks for {unknown[0]!r}, expected hyperparameters of the loss, "
                 "such as temperature. Give it a default, or bind it with functools.partial."
             )
-        return {name: learned[name] if name in learned else getattr(self, name) for name in names}
+        return {p.name: learned[p.name] if p.name in learned else getattr(self, p.name, p.default) for p in asked}
 
     def _look(
         self, scores: Scores, filtered: Scores, learned: dict[str, Tensor], dtype: torch.dtype, log: bool

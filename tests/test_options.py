@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from fractions import Fraction
+from functools import partial
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from st_colbert_losses import (
 )
 from st_colbert_losses.objectives import infonce
 from st_colbert_losses.options import MoCoOptions, Options, check_option
-from tests.batches import Passthrough
+from tests.batches import Passthrough, make_batch
 
 # What help() is to show, from the documentation: names in order, with their defaults.
 COMMON = {
@@ -246,3 +247,34 @@ def test_numbers_become_pythons_own(name, value, plain):
 def test_tensors_are_no_hyperparameters(value):
     with pytest.raises(ValueError, match=r"ColbertLoss: got temperature=.*, expected a finite number above 0\. .+"):
         ColbertLoss(Passthrough(), temperature=value)
+
+
+def test_config_of_numpys_numbers_is_json():
+    loss = ColbertLoss(
+        Passthrough(), temperature=np.float32(0.25), matryoshka_weights=(np.float32(1),), matryoshka_dims=(2,)
+    )
+    config = loss.get_config_dict()
+    assert json.loads(json.dumps(config)) == config
+    assert config["temperature"] == 0.25
+
+
+def test_what_an_objective_has_bound_counts():
+    """A weight bound by functools.partial: its other half needs the scores of documents over queries."""
+    rows = make_batch([3, 2, 1], [[3], [2], [1]])
+    bound = LateInteractionLoss(Passthrough(), partial(infonce, document_to_query_weight=0.5), temperature=0.2)
+    named = ColbertLoss(Passthrough(), temperature=0.2, document_to_query_weight=0.5)
+    one_way = ColbertLoss(Passthrough(), temperature=0.2)
+    value = bound(rows.features)
+    assert value == named(rows.features)
+    assert value != one_way(rows.features)
+
+
+def test_an_objectives_own_defaults_stay():
+    seen = {}
+
+    def objective(scores, temperature, document_to_query_weight=0.7, mine=3):
+        seen.update(temperature=temperature, weight=document_to_query_weight, mine=mine)
+        return scores.positive * temperature
+
+    LateInteractionLoss(Passthrough(), objective, temperature=0.2)(make_batch([3, 2], [[3], [2]]).features)
+    assert seen == {"temperature": 0.2, "weight": 0.7, "mine": 3}
