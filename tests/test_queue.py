@@ -22,10 +22,13 @@ def documents(lengths: list[int], dim: int = 3) -> tuple[torch.Tensor, torch.Ten
 @given(
     capacity=st.integers(1, 7),
     batches=st.lists(st.lists(st.integers(0, 9), max_size=9), max_size=14),
-    read=st.lists(st.booleans(), min_size=14, max_size=14),
+    then=st.lists(st.sampled_from(["nothing", "read", "tighten"]), min_size=14, max_size=14),
 )
-def test_is_a_list_of_the_newest(capacity, batches, read):
-    """Any widths, empty documents, batches across the seam or larger than the queue, read after any of them."""
+def test_is_a_list_of_the_newest(capacity, batches, then):
+    """Any widths, empty documents, batches across the seam or larger than the queue, read after any of them.
+
+    And in stores of any size: tightened, one has no row behind the last that a document lies in.
+    """
     queue, expected = DocumentQueue(capacity), []
     for step, lengths in enumerate(batches):
         vectors, mask = documents(lengths)
@@ -34,8 +37,10 @@ def test_is_a_list_of_the_newest(capacity, batches, read):
         expected += [(v[m], int(label)) for v, m, label in zip(vectors, mask, labels, strict=True)]
         expected = expected[-capacity:]
         assert len(queue) == len(expected)
-        if read[step]:
+        if then[step] == "read":
             queue.column()
+        elif then[step] == "tighten" and (state := queue.state()):
+            queue.load(state | {"rows": (state["starts"] + state["lengths"]).max()})
     column = queue.column()
     if not expected:
         assert column is None
@@ -51,6 +56,21 @@ def test_is_a_list_of_the_newest(capacity, batches, read):
     again.load(queue.state())
     assert len(again) == len(queue)
     assert all(torch.equal(a, b) for a, b in zip(queue.state().values(), again.state().values(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "starts"), [([0, 3, 3], [3, 3, 0]), ([1, 2, 3], [0, 1, 3]), ([2, 1, 3], [3, 5, 0])]
+)
+@pytest.mark.parametrize("new", [1, 2, 3])
+def test_overwrites_no_document_of_a_full_store(lengths, starts, new):
+    """Where the oldest leaves no room, or less than the newest takes by one row."""
+    queue, lengths = DocumentQueue(3), torch.tensor(lengths)
+    vectors, unknown = torch.randn(6, 3), torch.zeros(3, dtype=torch.long)
+    state = {"vectors": vectors, "rows": torch.tensor(6), "starts": torch.tensor(starts), "lengths": lengths}
+    queue.load(state | {"keys": unknown, "labels": unknown, "ages": unknown})
+    more, mask = documents([new])
+    queue.enqueue(more, mask)
+    assert torch.equal(queue.state()["vectors"], torch.cat([vectors[lengths[0] :], more[mask]]))
 
 
 def test_does_not_grow_once_it_has_wrapped():
@@ -108,6 +128,15 @@ def test_a_smaller_queue_takes_the_newest_of_a_state():
     assert smaller.state()["lengths"].tolist() == [7, 8]
     assert torch.equal(smaller.state()["vectors"], queue.state()["vectors"][-15:])
     assert smaller.column().tokens.vectors.shape[0] <= 3 * 8
+
+
+def test_a_small_queue_does_not_grow_at_every_turn():
+    """One document of room is enough for the gap before the seam, where few documents even nothing out."""
+    queue, stores = DocumentQueue(3), []
+    for length in (9, *torch.randint(1, 10, (200,)).tolist()):
+        queue.enqueue(*documents([length]))
+        stores.append(queue.column().tokens.vectors)
+    assert len({store.data_ptr() for store in stores[3:]}) == 1
 
 
 def test_memory():
