@@ -1,7 +1,7 @@
-"""When two inputs are the same input: 64-bit keys of attended token ids and pixel values.
+"""When two inputs are the same input: 64-bit keys of attended token ids, of pixels and of sound.
 
-Embeddings cannot tell (dropout makes copies differ), token ids and pixels can, however they were padded. Equal inputs
-have equal keys; different ones share a key with probability 2**-64 a pair.
+Embeddings cannot tell (dropout makes copies differ), these can, however they were padded. Equal inputs have equal
+keys; different ones share a key with probability 2**-64 a pair.
 """
 
 from __future__ import annotations
@@ -13,18 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from st_colbert_losses.features import row_bounds
+from st_colbert_losses.features import VALUES, row_bounds
 
 # Odd 64-bit constants of the splitmix64 generator (Steele et al. 2014), as signed integers.
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
-# Tensors beside the token ids whose values tell inputs with equal ids apart (ids of images are all placeholders).
-_VALUES = ("pixel_values", "pixel_values_videos", "input_features")
 _GRIDS = ("image_grid_thw", "video_grid_thw")
 _LAYOUT = ("num_images_per_sample", "num_videos_per_sample", "pixel_attention_mask", "aspect_ratio_ids")
-_CONTENT = ("input_ids", "attention_mask", *_VALUES, *_GRIDS, *_LAYOUT)
+_CONTENT = ("input_ids", "attention_mask", *VALUES, *_GRIDS, *_LAYOUT)
 
 
 def content_keys(features: Mapping[str, Any], rows: int) -> Tensor | None:
@@ -32,11 +30,12 @@ def content_keys(features: Mapping[str, Any], rows: int) -> Tensor | None:
 
     Args:
         features: What the model is called with: ``input_ids`` (rows, T) with ``attention_mask``, ``pixel_values`` (one
-            entry per row, or flattened patches with ``image_grid_thw``), or both.
+            entry per row, or flattened patches with ``image_grid_thw``), sound in ``input_values`` or
+            ``input_features``, or several of them.
         rows: Number of rows.
 
     Returns:
-        (rows,) int64, or ``None`` where the features hold neither ids nor pixels that can be told apart by row.
+        (rows,) int64, or ``None`` where the features hold none of them that can be told apart by row.
 
     Example:
         >>> import torch
@@ -57,7 +56,7 @@ def content_keys(features: Mapping[str, Any], rows: int) -> Tensor | None:
         if ids.ndim != 2 or attended.shape != ids.shape:
             return None
         keys.append(_hash(ids.long(), attended.long().cumsum(1), attended))
-    for name in (*_VALUES, *_GRIDS):
+    for name in (*VALUES, *_GRIDS):
         if name in bounds:
             starts = bounds[name]
             keys.append(torch.stack([_hash_values(features[name][a:b]) for a, b in pairwise(starts)]))

@@ -54,6 +54,16 @@ def test_pixels_tell_inputs_with_equal_ids_apart():
     )
 
 
+@pytest.mark.parametrize(("key", "shape"), [("input_values", (3, 40)), ("input_features", (3, 8, 5))])
+def test_sound_tells_inputs_with_equal_ids_apart(key, shape):
+    sound = torch.rand(shape)
+    sound[2] = sound[0]
+    keys = content_keys(text([1, 2], [1, 2], [1, 2]) | {key: sound}, 3)
+    assert keys[0] == keys[2] != keys[1]
+    only_sound = content_keys({key: sound}, 3)
+    assert only_sound[0] == only_sound[2] != only_sound[1]
+
+
 @pytest.mark.parametrize("padded", [False, True])
 def test_pixels_in_flattened_patches(padded):
     """ColQwen2: patches of all images one after the other, or padded to the longest, with a grid per image."""

@@ -151,6 +151,34 @@ def test_images_of_any_size_are_drawn_whole():
     assert chosen["image_grid_thw"][:, 2].tolist() == [6, 2]
 
 
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("pixel_values", torch.zeros(ROWS, 3, 2)), ("image_grid_thw", torch.ones(ROWS, 3)), ("modality", "image")],
+)
+def test_columns_that_hold_other_things_are_refused(key, value, first):
+    """An image column joined with a text column would be encoded without its images, or as a text."""
+    features = numbered(1, 1, 1)
+    features[2 if first else 3][key] = value
+    with pytest.raises(ValueError, match=rf"Features: got {key!r} in 1 of 3 .*expected .*negatives_per_step=None"):
+        draw_negatives(features, 2)
+
+
+def test_columns_of_two_modalities_are_refused():
+    features = numbered(1, 1, 1)
+    for column, modality in zip(features[2:], ("image", "text", "text"), strict=True):
+        column["modality"] = modality
+    with pytest.raises(ValueError, match=r"got 'modality' of 'image' and 'text' in .*negatives_per_step=None"):
+        draw_negatives(features, 2)
+
+
+def test_numbers_that_belong_to_no_row_stay():
+    features = numbered(1, 1, 1)
+    for column in features[2:]:
+        column["scale"] = torch.tensor(2.0)
+    assert draw_negatives(features, 2)[0][2]["scale"] == 2
+
+
 def test_columns_that_do_not_fit_are_refused():
     features = numbered(1, 1, 1)
     for i, column in enumerate(features[2:]):
