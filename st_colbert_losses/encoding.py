@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from st_colbert_losses.features import VALUES, own_features
 from st_colbert_losses.tokens import Tokens
 
 
@@ -28,8 +29,8 @@ def embed(model: nn.Module, features: Mapping[str, Any], is_query: bool) -> Toke
     """
     # A dict of its own, and ids and masks of its own: modules write into both.
     features = {
-        key: value.clone() if isinstance(value, Tensor) and not value.is_floating_point() else value
-        for key, value in features.items()
+        key: value.clone() if isinstance(value, Tensor) and not _is_large(key, value) else value
+        for key, value in own_features(features).items()
     }
     bare = unwrap(model)
     world = world_of(bare)
@@ -47,6 +48,11 @@ def embed(model: nn.Module, features: Mapping[str, Any], is_query: bool) -> Toke
     else:
         mask = attended
     return Tokens(vectors, mask)
+
+
+def _is_large(key: str, value: Tensor) -> bool:
+    """Whether it is pixels, sound or vectors, which are not worth a copy as no module writes into them."""
+    return key in VALUES or (value.is_floating_point() and value.ndim > 2)
 
 
 def needed_positions(model: nn.Module, features: Mapping[str, Any], is_query: bool) -> Tensor | None:

@@ -15,8 +15,10 @@ import torch
 from torch import nn
 
 import st_colbert_losses
-from st_colbert_losses import ColbertLoss, LateInteractionLoss, Tokens
+from st_colbert_losses import CachedColbertLoss, ColbertLoss, LateInteractionLoss, Tokens
+from st_colbert_losses.features import count_rows, row_bounds, select_rows
 from tests.batches import Passthrough, make_batch
+from tests.encoder import Encoder, batch
 from tests.test_losses import NAMES, build, documents
 
 
@@ -213,6 +215,78 @@ def test_columns_may_be_a_generator_and_stay_as_they_were():
     for column, old in zip(batch.features, before, strict=True):
         assert column.keys() == old.keys()
         assert all(torch.equal(column[key], old[key]) for key in old)
+
+
+@pytest.mark.parametrize("kind", ["ids", "long mask", "float mask"])
+@pytest.mark.parametrize("form", [ColbertLoss, CachedColbertLoss])
+def test_modules_may_write_into_their_features(form, kind):
+    class Writes(Encoder):
+        def forward(self, features):
+            output = super().forward(features)
+            features["input_ids" if kind == "ids" else "attention_mask"].zero_()
+            return output
+
+    features = batch(rows=4)
+    if kind == "float mask":
+        for column in features:
+            column["attention_mask"] = column["attention_mask"].float()
+    before = copy.deepcopy(features)
+    encoder = Writes()
+    value = form(encoder)(features)
+    encoder.__class__ = Encoder
+    assert value == form(encoder)(features)
+    for column, old in zip(features, before, strict=True):
+        assert all(torch.equal(column[key], old[key]) for key in old)
+
+
+def test_pixels_are_not_copied():
+    """They are what is large of a batch, and no module writes into them."""
+    pixels = {"pixel_values": torch.rand(8, 3), "input_values": torch.rand(2, 9), "patches": torch.rand(2, 3, 4)}
+    seen = {}
+
+    class Looks(Passthrough):
+        def forward(self, features):
+            seen.update(features)
+            return super().forward(features)
+
+    features = make_batch([2, 2], documents(2, 1)).features
+    features[1] |= pixels
+    ColbertLoss(Looks())(features)
+    assert all(seen[key] is value for key, value in pixels.items())
+
+
+@pytest.mark.parametrize(
+    "options", [{"mini_batch_size": 2}, {"mini_batch_size": 9}, {"negatives_per_step": 1}, {}], ids=str
+)
+def test_what_belongs_to_a_numbered_column_is_ignored(options):
+    """Trainers go by prefixes, so they put what ``negative_1`` has into ``negative`` too, as ``1_input_ids``."""
+    features = batch(rows=4, columns=4)
+    for column, n in zip(features[2:], (3, 4), strict=True):
+        column["image_grid_thw"] = torch.tensor([[1, 2, n]] * 4)
+        column["pixel_values"] = torch.rand(4 * 2 * n, 6)
+    given = [dict(column) for column in features]
+    given[2] |= {f"1_{key}": value for key, value in features[3].items()} | {"1_modality": "image"}
+    loss = (CachedColbertLoss if "mini_batch_size" in options else ColbertLoss)(Encoder(), **options)
+    values = []
+    for columns in (features, given):
+        torch.manual_seed(0)
+        values.append(loss(columns))
+    assert values[0] == values[1]
+    assert "1_pixel_values" in given[2]
+
+
+def test_rows_are_those_of_a_columns_own():
+    features = {"1_vectors": torch.rand(5, 2), "vectors": torch.rand(4, 2)}
+    assert count_rows(features) == 4
+    assert select_rows(features, row_bounds(features, 4), [2]).keys() == {"vectors"}
+
+
+def test_rows_that_cannot_be_told_apart_are_refused_with_a_remedy():
+    remedy = "without mini-batches and without negatives_per_step"
+    with pytest.raises(ValueError, match=rf"Features: got \['task'\], expected a tensor .*{remedy}"):
+        count_rows({"task": "query"})
+    with pytest.raises(ValueError, match=rf"Features: got 'pixel_values' of shape \(5, 3\) for 4 rows.*{remedy}"):
+        row_bounds({"pixel_values": torch.rand(5, 3)}, 4)
 
 
 @pytest.mark.parametrize("name", NAMES)
