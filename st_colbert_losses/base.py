@@ -307,14 +307,11 @@ class LateInteractionLoss(nn.Module):
         batch = self._batch(tokens, self._keys(features, tokens), labels)
         if memory is None:
             return self._loss(batch, log=training)
-        queued = memory.queue.column() if self.steps >= self.warmup_steps else None
+        queued = memory.queue.column(tokens[0].vectors.device) if self.steps >= self.warmup_steps else None
         loss = self._loss(batch, queued, log=training)
         if queued is not None:
             memory.queue.lend(loss)
-        enter = [replace(c, tokens=t) for c, t in zip(batch.documents[: len(fresh)], fresh, strict=True)]
-        with torch.no_grad():
-            for column in enter if batch.sizes is None else gather_columns(enter):
-                memory.queue.append(column)
+        memory.take(batch, fresh)
         return loss
 
     def from_tokens(self, queries: Tokens, documents: Sequence[Tokens], labels: Tensor | None = None) -> Tensor:

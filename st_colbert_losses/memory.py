@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from st_colbert_losses.checks import check_memory
+from st_colbert_losses.columns import Batch
+from st_colbert_losses.distributed import gather_columns
 from st_colbert_losses.momentum import autocast_of, check_twin, copy_model, follow, settle
 from st_colbert_losses.options import MEMORY_DEFAULTS
 from st_colbert_losses.queue import DocumentQueue
@@ -15,6 +18,21 @@ from st_colbert_losses.tokens import Tokens
 
 # Those that are attributes of the loss; momentum_model is the memory's.
 MEMORY_ATTRIBUTES = tuple(name for name in MEMORY_DEFAULTS if name != "momentum_model")
+
+
+class MoCoLoss(Protocol):
+    """What is asked of a MoCo form."""
+
+    model: nn.Module
+    queue_size: int
+    queue_dtype: torch.dtype | None
+    momentum: float | None
+    enqueue_negatives: bool
+    enqueue_batches: bool
+    live_documents: bool
+
+    def embed(self, model: nn.Module, columns: list[dict[str, Any]], first: int = 0) -> list[Tokens]:
+        """Embed columns of the batch from one of them on."""
 
 
 class Memory(nn.Module):
@@ -29,7 +47,7 @@ class Memory(nn.Module):
 
     momentum_model: nn.Module | None
 
-    def __init__(self, loss: Any, momentum_model: nn.Module | None) -> None:
+    def __init__(self, loss: MoCoLoss, momentum_model: nn.Module | None) -> None:
         super().__init__()
         owner, model = type(loss).__name__, loss.model
         self.check_encoder(loss, loss.live_documents)
@@ -47,7 +65,7 @@ class Memory(nn.Module):
         self._shared = set() if twin is None else settle(owner, twin, model)  # names of its parameters
         self._precise: dict[str, Tensor] = {}  # float32 values of its half-precision parameters
 
-    def embed(self, loss: Any, features: list[dict[str, Any]]) -> tuple[list[Tokens], list[Tokens]]:
+    def embed(self, loss: MoCoLoss, features: list[dict[str, Any]]) -> tuple[list[Tokens], list[Tokens]]:
         """Embed a training batch.
 
         Returns:
@@ -65,20 +83,28 @@ class Memory(nn.Module):
             fresh = loss.embed(twin, wanted, first=1)
         return (tokens if loss.live_documents else tokens + fresh), fresh[:queued]
 
-    def after_step(self, loss: Any, moved: set[int]) -> None:
-        """Move the momentum encoder after an optimizer step, unless a loss that shares it has."""
-        if self.momentum_model is not None and id(self.momentum_model) not in moved:
-            moved.add(id(self.momentum_model))
-            self._shared = settle(type(loss).__name__, self.momentum_model, loss.model)
-            follow(self.momentum_model, loss.model, loss.momentum, self._precise)
+    @torch.no_grad()
+    def take(self, batch: Batch, fresh: list[Tokens]) -> None:
+        """Put the first document columns of a batch into the queue, as they were embedded for it."""
+        columns = [replace(c, tokens=t) for c, t in zip(batch.documents[: len(fresh)], fresh, strict=True)]
+        for column in columns if batch.sizes is None else gather_columns(columns):
+            self.queue.append(column)
 
-    def config(self, loss: Any) -> dict[str, Any]:
+    def after_step(self, loss: MoCoLoss, moved: set[int]) -> None:
+        """Move the momentum encoder after an optimizer step, unless a loss that shares it has."""
+        twin = self.momentum_model
+        if twin is not None and loss.momentum is not None and id(twin) not in moved:
+            moved.add(id(twin))
+            self._shared = settle(type(loss).__name__, twin, loss.model)
+            follow(twin, loss.model, loss.momentum, self._precise)
+
+    def config(self, loss: MoCoLoss) -> dict[str, Any]:
         """The hyperparameters of a MoCo form; JSON-safe."""
         names = ("queue_size", "momentum", "enqueue_negatives", "enqueue_batches", "warmup_steps", "live_documents")
         dtype = None if loss.queue_dtype is None else str(loss.queue_dtype).removeprefix("torch.")
         return {**{name: getattr(loss, name) for name in names}, "queue_dtype": dtype}
 
-    def check_fixed(self, loss: Any, name: str, value: object) -> None:
+    def check_fixed(self, loss: MoCoLoss, name: str, value: object) -> None:
         """Refuse to change what was made once.
 
         Raises:
@@ -94,7 +120,7 @@ class Memory(nn.Module):
             self.check_encoder(loss, bool(value))
 
     @staticmethod
-    def check_encoder(loss: Any, live_documents: bool) -> None:
+    def check_encoder(loss: MoCoLoss, live_documents: bool) -> None:
         """Refuse to take documents from a momentum encoder that is not there.
 
         Raises:
