@@ -365,8 +365,8 @@ class LateInteractionLoss(nn.Module):
         if None in keys:
             self._notices.info(
                 "content",
-                "a column holds neither token ids nor pixels row by row, so copies of a positive in it count as "
-                "negatives.",
+                "a column holds neither token ids nor pixels nor sound row by row, so copies of a positive in it count "
+                "as negatives.",
             )
         return keys
 
