@@ -52,6 +52,10 @@ class Runs:
         self.points: dict[str, dict[str, float]] = {}
         self.locks = {name: Lock() for name in CELLS}
 
+    def close(self) -> None:
+        self.searching.shutdown()
+        self.measuring.shutdown()
+
     def result(self, name: str, task: str, split: str, seed: int, point: Point) -> dict[str, Any]:
         """The result of a cell at a point."""
         path = path_of(name, task, split, seed, point)
@@ -104,6 +108,7 @@ def main() -> None:
             results = list(threads.map(lambda job: runs.result(*job), jobs))
             searched = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("*-dev-*.json"))]
             write(table, cells, results, searched)
+    runs.close()
 
 
 if __name__ == "__main__":
