@@ -15,7 +15,7 @@ import peft
 import pytest
 import torch
 import yaml
-from datasets import Dataset, enable_progress_bars
+from datasets import Dataset, DatasetDict, enable_progress_bars
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 from transformers import BertConfig, BertModel, BertTokenizerFast
@@ -234,6 +234,32 @@ def test_resumes_where_it_stopped(tiny_bert: str, tmp_path: Path):
     train.main([*given, "--output_dir", str(resumed), "--resume_from_checkpoint", "true"])
     first, second = (load_file(folder / "model.safetensors") for folder in (whole, resumed))
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+if not PYLATE:
+
+    def test_adapters_go_back_with_the_projection(tiny_bert: str, tmp_path: Path):
+        """A checkpoint with adapters gives back all that was trained: when resumed from, and as the best one."""
+        rows = [{"query": f"query {n}", "positive": f"document {n}"} for n in range(12)]
+        parts = {"train": rows, "dev": rows[:1], "test": rows[:1]}
+        DatasetDict({part: Dataset.from_list(held) for part, held in parts.items()}).save_to_disk(tmp_path / "rows")
+        given = ["--model", tiny_bert, "--dataset", str(tmp_path / "rows"), *SHORT, "--max_documents", "1"]
+        given += ["--lora", '{"r": 4, "target_modules": "all-linear"}', "--max_steps", "4", "--save_total_limit", "2"]
+        given += ["--learning_rate", "1e-2", "--lr_scheduler_type", "constant", "--warmup_steps", "0"]
+        whole, resumed, best = tmp_path / "whole", tmp_path / "resumed", tmp_path / "best"
+        train.main([*given, "--output_dir", str(whole)])
+        shutil.copytree(whole / "checkpoint-2", resumed / "checkpoint-2")
+        train.main([*given, "--output_dir", str(resumed), "--resume_from_checkpoint", "true"])
+        # A corpus of one document: every evaluation is perfect, so the first checkpoint stays the best.
+        chosen = ["--load_best_model_at_end", "true", "--metric_for_best_model", "eval_dev_maxsim_ndcg@10"]
+        train.main([*given, "--output_dir", str(best), *chosen])
+
+        at_2, at_4 = (load_file(whole / part / "1_Dense" / "model.safetensors") for part in ("checkpoint-2", ""))
+        assert not any(torch.equal(at_2[name], at_4[name]) for name in at_4)
+        for file in ("model.safetensors", "1_Dense/model.safetensors"):
+            first, second = (load_file(folder / file) for folder in (whole, resumed))
+            assert all(torch.equal(first[name], second[name]) for name in first), file
+        assert torch.equal(load_file(best / "1_Dense" / "model.safetensors")["linear.weight"], at_2["linear.weight"])
 
 
 def test_nothing_to_resume_from(tmp_path: Path):

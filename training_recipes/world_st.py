@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
@@ -103,16 +105,19 @@ def merge_adapters(model: MultiVectorEncoder) -> None:
 
 
 class Trainer(MultiVectorEncoderTrainer):
-    """Resumes with adapters, which a checkpoint holds alone, without the model that they adapt."""
+    """Goes back to a checkpoint with adapters, which holds these and the modules that follow, not what they adapt."""
 
     def _load_from_checkpoint(self, checkpoint_path: str) -> None:
-        model = self.model[0].model
-        if hasattr(model, "peft_config"):
-            from peft import load_peft_weights, set_peft_model_state_dict
-
-            set_peft_model_state_dict(model, load_peft_weights(checkpoint_path, device=str(self.model.device)))
-        else:
+        adapted = self.model[0].model
+        if not hasattr(adapted, "peft_config"):
             super()._load_from_checkpoint(checkpoint_path)
+            return
+        from peft import load_peft_weights, set_peft_model_state_dict
+
+        set_peft_model_state_dict(adapted, load_peft_weights(checkpoint_path, device=str(self.model.device)))
+        saved = json.loads(Path(checkpoint_path, "modules.json").read_text(encoding="utf-8"))
+        for module, entry in list(zip(self.model, saved, strict=True))[1:]:  # among them a ColBERT's projection
+            module.load_state_dict(type(module).load(checkpoint_path, subfolder=entry["path"]).state_dict())
 
 
 def make_trainer(model: MultiVectorEncoder, args: TrainingArguments, train: Dataset, loss: nn.Module, **options):
