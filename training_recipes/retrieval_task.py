@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from io import BytesIO
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ EMBEDDED = {
 QUERY_COLUMNS = ("query", "anchor", "question")
 POSITIVE_COLUMNS = ("positive", "document", "image", "answer")
 DEV_SPLITS = ("dev", "validation", "eval")
-HELD_OUT_SHARE, HELD_OUT_ROWS = 0.1, 500  # per held-out split, where a dataset brings none: a tenth, at most 500
+HELD_OUT_SHARE, HELD_OUT_QUERIES = 0.1, 500  # per held-out split, where a dataset brings none: a tenth, at most 500
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def load_task(
         name: `stdlib` or None, `stdlib-pages`; else a Hub id (`user/name` or `user/name:config`), a folder, or a csv,
             json, jsonl or parquet file. Rows need a column named query, anchor or question and one named positive,
             document, image or answer; columns whose names start with negative are kept, lists in them spread.
-        seed: Decides which rows are held out where the dataset has no test or dev split.
+        seed: Decides which queries are held out where the dataset has no test or dev split.
         max_train_pairs: Train on the first so many rows.
         max_queries: Evaluate the first so many queries of each held-out split.
         max_documents: Retrieve from so many documents; those relevant to a held-out query are always among them.
@@ -86,7 +86,7 @@ def load_task(
         if not len(rows):
             raise ValueError(f"the {part} split of {name!r} is empty; every split needs rows")
     train = splits["train"].take(min(max_train_pairs or len(splits["train"]), len(splits["train"])))
-    dev, test = (rows.take(min(max_queries or len(rows), len(rows))) for rows in (splits["dev"], splits["test"]))
+    dev, test = (first_queries(splits[part], max_queries) for part in ("dev", "test"))
 
     documents = dict(documents_of(test, "positive")) | dict(documents_of(dev, "positive"))
     for key, document in (
@@ -121,7 +121,7 @@ def embedded_splits(name: str) -> dict[str, Dataset]:
 
 
 def named_splits(name: str, seed: int, num_negatives: int | None) -> dict[str, Dataset]:
-    """Load a dataset by name; hold out rows for dev and test where it has no such splits."""
+    """Load a dataset by name; hold out queries for dev and test where it has no such splits."""
     loaded = read_dataset(name)
     if {"query_id", "document_ids", "scores"} <= set(next(iter(loaded.values())).column_names):
         loaded = with_texts(loaded, name)
@@ -132,13 +132,32 @@ def named_splits(name: str, seed: int, num_negatives: int | None) -> dict[str, D
     if test is None and dev is not None:  # the only held-out split is for the comparison
         test, dev = dev, None
     parts = {"test": test, "dev": dev}
-    for part, rows in parts.items():
-        if rows is None and len(train) > 2:
-            share = train.train_test_split(min(HELD_OUT_ROWS, max(1, int(len(train) * HELD_OUT_SHARE))), seed=seed)
-            train, parts[part] = share["train"], share["test"]
-        elif rows is None:
-            raise ValueError(f"dataset {name!r} has {len(train)} rows, too few to hold some out; give it at least 3")
+    missing = [part for part, rows in parts.items() if rows is None]
+    if missing and (queries := len(set(train["query"]))) <= len(missing):
+        raise ValueError(
+            f"dataset {name!r} has {queries} different queries, too few to hold some out for {' and '.join(missing)}; "
+            f"give it at least {len(missing) + 1}"
+        )
+    for part in missing:
+        train, parts[part] = hold_out(train, seed)
     return {"train": train, **parts}
+
+
+def hold_out(rows: Dataset, seed: int) -> tuple[Dataset, Dataset]:
+    """Split off a tenth of the queries, each with all its rows: a query with several positives stays on one side."""
+    places: dict[str, list[int]] = {}
+    for place, query in enumerate(rows["query"]):
+        places.setdefault(query, []).append(place)
+    count = min(HELD_OUT_QUERIES, max(1, int(len(places) * HELD_OUT_SHARE)))
+    sides = Dataset.from_dict({"places": list(places.values())}).train_test_split(count, seed=seed)
+    kept, held = (rows.select(list(chain.from_iterable(sides[side]["places"]))) for side in ("train", "test"))
+    return kept, held
+
+
+def first_queries(rows: Dataset, count: int | None) -> Dataset:
+    """Keep all rows of the first so many queries."""
+    kept = set(islice(dict.fromkeys(rows["query"]), count))
+    return rows.select([place for place, query in enumerate(rows["query"]) if query in kept])
 
 
 def read_dataset(name: str, config: str | None = None) -> DatasetDict:
