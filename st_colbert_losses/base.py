@@ -21,19 +21,19 @@ from st_colbert_losses.checks import (
     check_row_losses,
     check_rows,
     check_tokens,
+    check_trainable,
 )
 from st_colbert_losses.columns import Batch, Column, Queued
 from st_colbert_losses.content import content_keys
 from st_colbert_losses.distributed import average_gradients, gather_columns, gather_sizes, rank, world_size
 from st_colbert_losses.draws import draw_negatives
-from st_colbert_losses.encoding import embed, is_document_column, unwrap
+from st_colbert_losses.encoding import embed, role_of, unwrap
 from st_colbert_losses.features import count_rows
 from st_colbert_losses.filters import filter_likely_positives
 from st_colbert_losses.learned import Shifts
 from st_colbert_losses.matryoshka import cut, shares_of_widths
 from st_colbert_losses.memory import MEMORY_ATTRIBUTES, Memory
 from st_colbert_losses.mini_batches import embed_in_mini_batches
-from st_colbert_losses.momentum import hear_of_steps
 from st_colbert_losses.notices import Notices
 from st_colbert_losses.options import (
     MEMORY_DEFAULTS,
@@ -46,6 +46,7 @@ from st_colbert_losses.options import (
 from st_colbert_losses.queue import DocumentQueue
 from st_colbert_losses.scores import Scores, score
 from st_colbert_losses.signals import Signals, measure
+from st_colbert_losses.steps import hear_of_steps
 from st_colbert_losses.tokens import Tokens
 from st_colbert_losses.trainer import attach
 
@@ -130,6 +131,9 @@ class LateInteractionLoss(nn.Module):
         >>> loss.from_tokens(queries, [queries]).item()
         0.0
     """
+
+    # From which temperature of mean scores on the objective hardly tells a good document from a bad one.
+    flat_from: float | None = None
 
     # Attributes of the MoCo forms.
     queue_size: int
@@ -239,6 +243,7 @@ class LateInteractionLoss(nn.Module):
         if name == "model" and before is not None and unwrap(value) is not unwrap(before):
             if memory is not None:
                 self.memory = Memory(self, None)
+            hear_of_steps(self)
             self.forget()
 
     def get_config_dict(self) -> dict[str, Any]:
@@ -290,13 +295,10 @@ class LateInteractionLoss(nn.Module):
         training = torch.is_grad_enabled() and unwrap(self.model).training
         features, labels = self._arrange(check_features(self._name, sentence_features), labels, training)
         check_columns(self._name, len(features), self.explicit_negatives)
-        if not self._notices.looks and is_document_column(self.model, features[0]):
-            self._notices.warn(
-                "role",
-                "column 0 was tokenised as documents, but it holds the queries. PyLate goes by the column's name: "
-                "rename it so that it contains 'query' or 'anchor'.",
-            )
+        if not self._notices.looks:
+            self._notices.roles([role_of(self.model, column) for column in features])
         if training:
+            check_trainable(self._name, self.model, features, self.own_parameters())
             attach(self)
         memory = self.memory if training else None
         fresh: list[Tokens] = []  # what the queue takes: the first document columns, encoded for it
@@ -365,8 +367,8 @@ class LateInteractionLoss(nn.Module):
         if None in keys:
             self._notices.info(
                 "content",
-                "a column holds neither token ids nor pixels nor sound row by row, so copies of a positive in it count "
-                "as negatives.",
+                "a column holds neither token ids nor pixels nor sound row by row, so copies of a positive in it "
+                "count as negatives.",
             )
         return keys
 
@@ -414,7 +416,10 @@ class LateInteractionLoss(nn.Module):
                 if not losses:
                     self._look(scores, filtered, learned, queries.tokens.vectors.dtype, log)
                 row_losses = self._apply_objective(filtered, hyperparameters)
-                losses.append(share * check_row_losses(self._name, row_losses, len(queries.tokens)).mean())
+                row_losses = check_row_losses(self._name, row_losses, len(queries.tokens))
+                if not losses:
+                    self._notices.row_losses(row_losses)
+                losses.append(share * row_losses.mean())
             loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
         # A short batch weighs less in the mean over processes that follows; the value stays that of its own rows.
         weight = batch.weight
@@ -470,10 +475,14 @@ class LateInteractionLoss(nn.Module):
         self, scores: Scores, filtered: Scores, learned: dict[str, Tensor], dtype: torch.dtype, log: bool
     ) -> None:
         """Take the signals of a batch, and tell what is odd about it."""
-        if not learned:
-            self._notices.temperature(self.temperature, self.normalize_scores)
+        if "temperature" not in learned:
+            self._notices.temperature(self.temperature, self.normalize_scores, self.flat_from)
+        if not self.pos_aware_negative_filtering:
+            self._notices.unused_filter(
+                [name for name in FILTER_DEFAULTS if getattr(self, name) != FILTER_DEFAULTS[name]]
+            )
         bounded = self.normalize_scores and not self.use_smooth_max
-        self._notices.scores(scores, dtype, self.norm_tol if bounded else None)
+        self._notices.scores(scores, dtype, self.norm_tol if bounded else None, fills=self.memory is not None)
         others: dict[str, float | Tensor] = {name: value.detach() for name, value in learned.items()}
         if "temperature" not in learned:
             others["temperature"] = self.temperature
@@ -580,3 +589,8 @@ class LateInteractionLoss(nn.Module):
 
 # As __init_subclass__ does for the others.
 LateInteractionLoss.__signature__ = whole_signature(LateInteractionLoss)  # type: ignore[attr-defined]
+FILTER_DEFAULTS = {
+    name: parameter.default
+    for name, parameter in inspect.signature(LateInteractionLoss).parameters.items()
+    if name.startswith("filter_")
+}

@@ -222,9 +222,19 @@ def check_replay(owner: str, model: nn.Module, features: Sequence[Mapping[str, A
                     "encode different numbers of mini-batches and would wait for each other. Pass "
                     "broadcast_buffers=False, as the trainers do."
                 )
+
+
+def check_trainable(
+    owner: str, model: nn.Module, features: Sequence[Mapping[str, Any]], own: Iterable[nn.Parameter]
+) -> None:
+    """Refuse to train a model that is frozen, unless inputs or the loss's own parameters need a gradient.
+
+    Raises:
+        ValueError: Saying who, got, expected and the remedy.
+    """
     parameters = list(model.parameters())
     inputs = (value for column in features for value in column.values() if isinstance(value, Tensor))
-    if parameters and not any(t.requires_grad for t in (*parameters, *inputs)):
+    if parameters and not any(t.requires_grad for t in (*parameters, *inputs, *own)):
         raise ValueError(
             f"{owner}: got a model none of whose {len(parameters)} parameters needs a gradient, expected at least "
             "one. Were all frozen, or adapters loaded for inference (PEFT: is_trainable=True)? Call "

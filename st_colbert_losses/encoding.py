@@ -106,11 +106,19 @@ def unwrap(model: nn.Module) -> Any:
             return bare
 
 
-def is_document_column(model: nn.Module, features: Mapping[str, Any]) -> bool:
-    """Whether PyLate's collator tokenised a column as documents: it goes by the column's name, not its place."""
+def role_of(model: nn.Module, features: Mapping[str, Any]) -> Literal["query", "document"] | None:
+    """As what PyLate's collator tokenised a column, for it goes by the column's name and not its place.
+
+    Returns:
+        ``None`` where it cannot be told.
+    """
     bare = unwrap(model)
     if world_of(bare) != "pylate":
-        return False
+        return None
     ids: Tensor = features["input_ids"]
-    marker, query_marker = bare.document_prefix_id, bare.query_prefix_id
-    return marker is not None and marker != query_marker and ids.shape[1] > 1 and bool((ids[:, 1] == marker).all())
+    document, query = bare.document_prefix_id, bare.query_prefix_id
+    if document is None or query is None or document == query or ids.shape[1] < 2 or not len(ids):
+        return None
+    if bool((ids[:, 1] == document).all()):
+        return "document"
+    return "query" if bool((ids[:, 1] == query).all()) else None

@@ -51,6 +51,11 @@ class Memory(nn.Module):
         super().__init__()
         owner, model = type(loss).__name__, loss.model
         self.check_encoder(loss, loss.live_documents)
+        if loss.momentum is None and momentum_model is not None:
+            raise ValueError(
+                f"{owner}: got a momentum_model with momentum=None, which is no second encoder, expected one of them. "
+                "Give a momentum, or leave momentum_model out."
+            )
         check_memory(owner, model, loss.momentum is not None)
         self.queue = DocumentQueue(loss.queue_size, loss.queue_dtype)
         twin = momentum_model

@@ -45,7 +45,7 @@ class DocumentQueue:
         self.capacity = capacity
         self.dtype = dtype
         self._told: set[str] = set()
-        self._writes = 0
+        self._came, self._came_again = 0, torch.zeros((), dtype=torch.long)  # documents, of late
         self.clear()
 
     def __len__(self) -> int:
@@ -166,7 +166,9 @@ class DocumentQueue:
         if not state:
             return
         lengths, born = state["lengths"].cpu(), -state["ages"].cpu()
-        block = _Block(state["vectors"], lengths, state["keys"], state["labels"], born)
+        vectors = state["vectors"]
+        vectors = vectors.to(self.dtype or vectors.dtype)
+        block = _Block(vectors, lengths, state["keys"], state["labels"], born)
         if len(lengths) > self.capacity:
             self._pending.append(block.newest(self.capacity))
             return
@@ -255,12 +257,17 @@ class DocumentQueue:
         return within + (self._starts - self._lengths.cumsum(0) + self._lengths).repeat_interleave(self._lengths)
 
     def _tell_if_older_than_an_epoch(self, block: _Block) -> None:
-        """Warn once when documents come round while their older copies are still there."""
-        self._writes += 1
-        if "epoch" in self._told or (self._keys.device.type != "cpu" and self._writes % 64):  # a look waits for a GPU
+        """Warn once when, of as many documents as it holds, most were still there when they came again."""
+        if "epoch" in self._told:
             return
-        known = block.keys[block.keys != NONE]
-        if len(known) and torch.isin(known, self._keys.to(known.device)).double().mean() > 0.5:
+        keys = block.keys.to(self._keys.device)
+        again = torch.isin(keys, self._keys).logical_and(keys != NONE).sum()
+        self._came, self._came_again = self._came + len(block.keys), self._came_again + again
+        if self._came < self.capacity:
+            return
+        share = float(self._came_again) / self._came  # waits for a GPU
+        self._came, self._came_again = 0, torch.zeros_like(again)
+        if share > 0.5:
             self._told.add("epoch")
             logger.warning(
                 "DocumentQueue: its %d documents outlive an epoch: most of those that come in are still there. Copies "

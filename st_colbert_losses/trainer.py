@@ -50,6 +50,7 @@ class Attached(Protocol):
         """Start again from the model as it is."""
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator] # torch does not type it
 def attach(loss: Attached) -> None:
     """Attach a loss, and all others of the Trainer that is calling, to that Trainer; restore them if it resumed."""
     trainer, checkpoint = _find_trainer()
@@ -60,6 +61,7 @@ def attach(loss: Attached) -> None:
         losses = {_name_of_a_stranger(trainer): loss}
     for name, other in losses.items():
         _attach(trainer, checkpoint, other, name)
+        _check_optimizer(trainer, other)
 
 
 def _losses_of(trainer: Any) -> dict[str, Attached]:
@@ -87,11 +89,7 @@ def _attach(trainer: Any, checkpoint: str | None, loss: Attached, name: str) -> 
     callback = _callback_of(trainer, loss) or _add_callback(trainer, loss, file, f"{name}_" if name else "")
     callback.training = True
     file = callback.file  # of the first training, in which a stranger may have had another name
-    if checkpoint is None or not loss.remembers:
-        return
-    if Path(checkpoint, file).is_file():
-        device = next((p.device for p in loss.parameters()), None)
-        loss.load_own_state(torch.load(Path(checkpoint, file), map_location=device, weights_only=True))
+    if checkpoint is None or not loss.remembers or _restore(loss, Path(checkpoint, file)):
         return
     logger.warning(
         "%s: resumed from %s, which has no %s, so it starts anew: with an empty queue, a momentum encoder equal to "
@@ -101,6 +99,47 @@ def _attach(trainer: Any, checkpoint: str | None, loss: Attached, name: str) -> 
         file,
     )
     loss.forget()
+
+
+def _restore(loss: Attached, file: Path) -> bool:
+    """Read a state back, if it is there.
+
+    Raises:
+        ValueError: If the file cannot be read.
+    """
+    if not file.is_file():
+        return False
+    device = next((p.device for p in loss.parameters()), None)
+    try:
+        state = torch.load(file, map_location=device, weights_only=True)
+    except Exception as error:  # of a dozen types
+        raise ValueError(
+            f"{type(loss).__name__}: got {file}, which cannot be read ({error}), expected the state of the loss. "
+            "Resume from another checkpoint, or remove the file: the loss then starts anew."
+        ) from error
+    loss.load_own_state(state)
+    return True
+
+
+def _check_optimizer(trainer: Any, loss: Attached) -> None:
+    """Warn of parameters that the Trainer's optimizer does not hold."""
+    groups = getattr(getattr(trainer, "optimizer", None), "param_groups", None)
+    if not groups or trainer.is_deepspeed_enabled:  # which trains parameters of its own
+        return
+    held = {id(p) for group in groups for p in group["params"]}
+    own = [id(p) for p in loss.own_parameters() if p.requires_grad]
+    if not held.intersection({id(p) for p in loss.parameters()}.difference(own)):
+        logger.warning(
+            "%s: the Trainer's optimizer holds no parameter of the model, so nothing trains. Was the loss made for "
+            "another model object? Make it for the one that the Trainer has.",
+            type(loss).__name__,
+        )
+    if not held.issuperset(own):
+        logger.warning(
+            "%s: the Trainer's optimizer does not hold what the loss learns itself. Make it with loss.parameters() in "
+            "place of model.parameters().",
+            type(loss).__name__,
+        )
 
 
 def _find_trainer() -> tuple[Any, str | None]:
@@ -150,6 +189,10 @@ def _add_callback(trainer: Any, loss: Attached, file: str, prefix: str) -> Any:
             folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
             folder.mkdir(parents=True, exist_ok=True)
             torch.save(loss.own_state(), folder / file)
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if args.load_best_model_at_end and state.best_model_checkpoint and loss.remembers:
+                _restore(loss, Path(state.best_model_checkpoint, file))  # as the model is
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
             if not logs or "loss" not in logs:

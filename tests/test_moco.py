@@ -376,7 +376,7 @@ def test_a_queue_that_outlives_an_epoch_is_said_once(caplog):
         moco(data)
         moco(batch(rows=4, columns=2))
         assert not caplog.records
-        for _ in range(3):
+        for _ in range(8):
             moco(data)
     assert [
         record.getMessage().startswith("DocumentQueue: its 16 documents outlive") for record in caplog.records

@@ -9,7 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from st_colbert_losses.columns import Column
 from st_colbert_losses.queue import DocumentQueue
+from st_colbert_losses.tokens import Tokens
 
 
 def documents(lengths: list[int], dim: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
@@ -191,6 +193,7 @@ def test_follows_the_device_that_is_asked_for():
     """``meta`` stands for an accelerator: it refuses to work together with tensors of the CPU as those do."""
     other = torch.device("meta")
     queue, prefilled = DocumentQueue(5), DocumentQueue(5)
+    queue._told.add("epoch")  # there are no values to look at
     prefilled.enqueue(*documents([2, 3]), labels=torch.tensor([1, 2]))
     queue.load(prefilled.state())
     for _ in range(5):
@@ -234,3 +237,17 @@ def test_refuses_what_does_not_fit():
         queue.enqueue(*documents([1]), labels=torch.arange(3))
     with pytest.raises(ValueError, match=r"Tokens: got vectors of shape"):
         queue.enqueue(torch.rand(2, 3))
+
+
+@pytest.mark.parametrize(("capacity", "warns"), [(128, False), (192, False), (320, False), (800, True)])
+def test_outliving_an_epoch_is_no_matter_of_chance(capacity, warns, caplog):
+    """Shuffled epochs of 384 documents: at their seams many come again by chance."""
+    generator = torch.Generator().manual_seed(0)
+    queue = DocumentQueue(capacity)
+    with caplog.at_level(logging.WARNING, "st_colbert_losses"):
+        for _ in range(8):
+            for keys in torch.randperm(384, generator=generator).split(8):
+                tokens = Tokens(torch.ones(len(keys), 1, 2), torch.ones(len(keys), 1, dtype=torch.bool))
+                queue.append(Column(tokens, torch.arange(len(keys)), None, keys + 1))
+                queue.column()
+    assert ("outlive an epoch" in caplog.text) == warns

@@ -136,7 +136,7 @@ def test_a_module_whose_mask_does_not_fit() -> None:
         def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
             return {"token_embeddings": torch.zeros(2, 3, 4), "attention_mask": torch.ones(2, 5)}
 
-    with pytest.raises(ValueError, match=r"mask of shape \(2, 5\).*expected \(2, 3\)"):
+    with pytest.raises(ValueError, match=r"mask of shape \(2, 5\).*expected a tensor of shape \(2, 3\)"):
         ColbertLoss(Wrong())(plain_columns([3, 3], [3, 3]))
 
 

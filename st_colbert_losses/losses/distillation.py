@@ -73,6 +73,8 @@ class ColbertDistillationLoss(LateInteractionLoss):
         0.0
     """
 
+    flat_from = 0.5
+
     def __init__(
         self,
         model: nn.Module,

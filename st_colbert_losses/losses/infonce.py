@@ -58,6 +58,8 @@ class ColbertLoss(LateInteractionLoss):
         0.3133
     """
 
+    flat_from = 0.5
+
     def __init__(
         self,
         model: nn.Module,

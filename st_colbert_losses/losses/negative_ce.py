@@ -49,6 +49,8 @@ class ColbertNegativeCELoss(LateInteractionLoss):
         0.2201
     """
 
+    flat_from = 0.5
+
     def __init__(
         self,
         model: nn.Module,

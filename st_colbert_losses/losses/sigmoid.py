@@ -57,6 +57,8 @@ class ColbertSigmoidLoss(LateInteractionLoss):
         0.4741
     """
 
+    flat_from = 0.5
+
     def __init__(
         self,
         model: nn.Module,
