@@ -70,7 +70,7 @@ def _losses_of(trainer: Any) -> dict[str, Attached]:
     found: dict[str, Attached] = {}
     for dataset, loss in given.items() if isinstance(given, dict) else [("", given)]:
         inside = dict(loss.named_modules()) if isinstance(loss, nn.Module) else {}
-        inside = {path: module for path, module in inside.items() if hasattr(module, "own_state")}
+        inside = {path: module for path, module in inside.items() if hasattr(type(module), "own_state")}
         for path, module in inside.items():
             if not any(module is other for other in found.values()):  # else of two datasets
                 found[".".join(filter(None, (dataset, path if len(inside) > 1 else "")))] = cast(Attached, module)

@@ -59,7 +59,15 @@ def two_learned(model):
 
 
 def run(
-    build, folder: Path, *, resume: Path | None = None, accumulate: int = 1, model=None, callbacks=(), again=False
+    build,
+    folder: Path,
+    *,
+    resume: Path | None = None,
+    accumulate: int = 1,
+    model=None,
+    callbacks=(),
+    again=False,
+    trainer=WorldTrainer,
 ):
     """Train to the last step, from the start or a checkpoint; the weights, and what the losses remember."""
     model = tiny_model(dropout=0.2) if model is None else model
@@ -78,7 +86,7 @@ def run(
         use_cpu=True,
         disable_tqdm=True,
     )
-    trainer = WorldTrainer(
+    trainer = trainer(
         model=model,
         args=arguments,
         train_dataset=DatasetDict(zip(losses, (DATA, DATA.select(range(12))), strict=True))

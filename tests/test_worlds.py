@@ -419,6 +419,16 @@ if PYLATE:
         assert "'query' or 'anchor'" in message
         assert [r.levelno for r in caplog.records if ROLE in r.getMessage()] == [logging.WARNING]
 
+    def test_documents_tokenised_as_queries(caplog: pytest.LogCaptureFixture) -> None:
+        """By a document column whose name contains "query", or by a Trainer without PyLate's collator."""
+        model = tiny_model()
+        features = [model.tokenize(texts, is_query=True, pad=True) for texts in (QUERIES, POSITIVES)]
+        with caplog.at_level(logging.WARNING, logger="st_colbert_losses"):
+            ColbertLoss(model)(features)
+        (record,) = [record for record in caplog.records if record.name == "st_colbert_losses"]
+        assert "column 1 was tokenised as queries" in record.getMessage()
+        assert "data_collator=ColBERTCollator(model.tokenize)" in record.getMessage()
+
     @pytest.mark.parametrize("prefixes", [("[Q] ", "[D] "), ("", ""), ("red", "red")])
     def test_queries_tokenised_as_queries(prefixes: tuple[str, str], caplog: pytest.LogCaptureFixture) -> None:
         """No false alarm, also where prefixes cannot tell the roles apart."""
