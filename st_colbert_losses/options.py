@@ -135,7 +135,8 @@ _ELSEWHERE = {
     **dict.fromkeys(MEMORY_DEFAULTS, "Use the MoCo form: MoCoColbertLoss for ColbertLoss."),
     **dict.fromkeys(
         ("mini_batch_size", "mini_batch_num_tokens", "show_progress_bar"),
-        "Use the Cached form: CachedColbertLoss for ColbertLoss.",
+        "Use the Cached form: CachedColbertLoss for ColbertLoss. With an objective of your own, set "
+        "loss.mini_batch_size after it is made.",
     ),
     "scale": "It is 1 / temperature over sums: scale=20 is temperature=0.05 with normalize_scores=False.",
     "objective": "Use LateInteractionLoss.",

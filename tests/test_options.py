@@ -23,6 +23,7 @@ from st_colbert_losses import (
 from st_colbert_losses.objectives import infonce
 from st_colbert_losses.options import MoCoOptions, Options, check_option
 from tests.batches import Passthrough, make_batch
+from tests.encoder import Encoder, batch
 
 # What help() is to show, from the documentation: names in order, with their defaults.
 COMMON = {
@@ -206,9 +207,7 @@ def test_types_that_only_checkers_see_stand_for_any_option():
 @pytest.mark.parametrize("option", MOCO)
 def test_options_of_other_forms_name_the_form(option):
     form = "Cached" if option in CACHED else "MoCo"
-    with pytest.raises(
-        TypeError, match=rf"^ColbertLoss: .* Use the {form} form: {form}ColbertLoss for ColbertLoss\.$"
-    ):
+    with pytest.raises(TypeError, match=rf"^ColbertLoss: .* Use the {form} form: {form}ColbertLoss for ColbertLoss\."):
         ColbertLoss(Passthrough(), **{option: 1})
 
 
@@ -278,3 +277,18 @@ def test_an_objectives_own_defaults_stay():
 
     LateInteractionLoss(Passthrough(), objective, temperature=0.2)(make_batch([3, 2], [[3], [2]]).features)
     assert seen == {"temperature": 0.2, "weight": 0.7, "mine": 3}
+
+
+def test_an_objective_of_ones_own_is_cached_by_attribute():
+    torch.manual_seed(0)
+    encoder, features = Encoder().double(), batch()
+    direct, cached = (LateInteractionLoss(encoder, partial(infonce, temperature=0.1)) for _ in range(2))
+    cached.mini_batch_size = 2
+    gradients = []
+    for loss in (direct, cached):
+        encoder.zero_grad()
+        encoder.seen.clear()
+        loss(features).backward()
+        gradients.append(encoder.linear.weight.grad.clone())
+    assert max(len(hidden) for hidden in encoder.seen) == 2
+    torch.testing.assert_close(*gradients)
