@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -232,11 +233,12 @@ def check_trainable(
     Raises:
         ValueError: Saying who, got, expected and the remedy.
     """
-    parameters = list(model.parameters())
     inputs = (value for column in features for value in column.values() if isinstance(value, Tensor))
-    if parameters and not any(t.requires_grad for t in (*parameters, *inputs, *own)):
+    if any(t.requires_grad for t in chain(model.parameters(), inputs, own)):
+        return
+    if parameters := sum(1 for _ in model.parameters()):
         raise ValueError(
-            f"{owner}: got a model none of whose {len(parameters)} parameters needs a gradient, expected at least "
+            f"{owner}: got a model none of whose {parameters} parameters needs a gradient, expected at least "
             "one. Were all frozen, or adapters loaded for inference (PEFT: is_trainable=True)? Call "
             "model.requires_grad_(True), or compute the loss under torch.no_grad()."
         )
