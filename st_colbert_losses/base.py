@@ -380,7 +380,7 @@ class LateInteractionLoss(nn.Module):
         """Embed columns, of which the first is column ``first`` of the batch: column 0 holds the queries."""
         if not self._caches:
             return [embed(model, column, is_query=i == 0) for i, column in enumerate(columns, start=first)]
-        check_replay(self._name, model, columns)
+        check_replay(self._name, model)
         if torch.is_grad_enabled() and self.mini_batch_num_tokens is None:
             self._notices.mini_batch(self.mini_batch_size, count_rows(columns[0]))
         return embed_in_mini_batches(

@@ -190,7 +190,7 @@ def check_teacher_scores(owner: str, scores: object, rows: int, documents: int) 
     )
 
 
-def check_replay(owner: str, model: nn.Module, features: Sequence[Mapping[str, Any]]) -> None:
+def check_replay(owner: str, model: nn.Module) -> None:
     """Refuse what gradient caching cannot train: a model that is encoded twice a step, the second time in backward.
 
     Raises:

@@ -15,7 +15,7 @@ import peft
 import pytest
 import torch
 import yaml
-from datasets import Dataset, DatasetDict, enable_progress_bars
+from datasets import Dataset, DatasetDict, enable_progress_bars, load_from_disk
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 from transformers import BertConfig, BertModel, BertTokenizerFast
@@ -200,7 +200,8 @@ def test_negatives_of_documents_all_alike_are_refused():
 
 @pytest.mark.parametrize("loss", command_line.LOSSES)
 def test_every_loss_trains(loss: str, tiny_bert: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    train.main(["--loss", loss, "--model", tiny_bert, "--teacher", tiny_bert, "--output_dir", str(tmp_path), *SHORT])
+    taught = ["--teacher", tiny_bert] if "Distillation" in loss else []
+    train.main(["--loss", loss, "--model", tiny_bert, *taught, "--output_dir", str(tmp_path), *SHORT])
     told = capsys.readouterr().out
     for system in ("BM25", "dense start", "ColBERT, untrained", "ColBERT, trained"):
         assert told.count(system) == 2  # when measured, and in the closing table
@@ -218,11 +219,40 @@ def test_every_loss_trains(loss: str, tiny_bert: str, tmp_path: Path, capsys: py
 def test_every_recipe_runs(recipe: Path, tiny_bert: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     if world_of(recipe) not in (None, HERE):
         return  # it is run in the other world
-    given = [str(recipe), "--model", tiny_bert, "--teacher", "minilm", "--output_dir", str(tmp_path)]
-    train.main([*given, *SHORT, "--max_train_pairs", "24", "--num_negatives", "3"])
+    negatives = ["--num_negatives", "3"] if "num_negatives" in yaml.safe_load(recipe.read_text("utf-8")) else []
+    given = [str(recipe), "--model", tiny_bert, *negatives, "--output_dir", str(tmp_path)]
+    train.main([*given, *SHORT, "--max_train_pairs", "24"])
     assert "ColBERT, trained" in capsys.readouterr().out
     card = (tmp_path / "README.md").read_text(encoding="utf-8")
     assert f"loss:{yaml.safe_load(recipe.read_text(encoding='utf-8'))['loss']}" in card
+
+
+@pytest.mark.parametrize("negatives", ["bm25", "mined"])
+@pytest.mark.parametrize("loss", ["ColbertLoss", "ColbertNegativeCELoss"])
+def test_negatives_that_are_asked_for(negatives: str, loss: str, tiny_bert: str, tmp_path: Path):
+    """Whatever the loss: `ColbertLoss` takes them as further candidates."""
+    given = ["--loss", loss, "--model", tiny_bert, "--output_dir", str(tmp_path), *SHORT, "--max_train_pairs", "24"]
+    train.main([*given, "--negatives", negatives, "--num_negatives", "2"])
+    rows = load_from_disk(tmp_path / "_train_rows")
+    assert rows.column_names == ["query", "positive", "negative_1", "negative_2"]
+    card = (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert "negative_2" in card  # what the trainer was given
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        ("--num_negatives 3", "--negatives bm25 or mined"),
+        ("--teacher minilm", "--negatives mined"),
+        ("--teacher minilm --negatives bm25", "--negatives mined"),
+        ("--dataset {triplets} --teacher minilm --negatives mined", "has no negatives"),
+    ],
+)
+def test_flags_about_negatives_that_can_do_nothing(flags: str, complaint: str, tmp_path: Path):
+    rows = [{"query": f"query {n}", "positive": f"document {n}", "negative": f"wrong {n}"} for n in range(9)]
+    Dataset.from_list(rows).to_json(tmp_path / "rows.jsonl")
+    message = refusal(*flags.format(triplets=tmp_path / "rows.jsonl").split(), "--output_dir", str(tmp_path / "out"))
+    assert complaint in message
 
 
 def test_resumes_where_it_stopped(tiny_bert: str, tmp_path: Path):

@@ -98,15 +98,20 @@ class Recipe:
     max_train_pairs: int | None = field(default=None, metadata={"help": "train on the first so many rows"})
     max_queries: int | None = field(default=None, metadata={"help": "evaluate so many queries per held-out split"})
     max_documents: int | None = field(default=20_000, metadata={"help": "evaluate over so many documents"})
-    negatives: str = field(
-        default="bm25",
-        metadata={"help": "where a loss needs negatives and the dataset has none: bm25, or mined by --teacher"},
+    negatives: str | None = field(
+        default=None,
+        metadata={
+            "help": "add negatives where the dataset has none: bm25, or mined by --teacher; "
+            "default: bm25 if the loss needs some"
+        },
     )
     num_negatives: int | None = field(
         default=None,
         metadata={"help": "negatives a row; default: 1 where they are made, all of a dataset's"},
     )
-    teacher: str = field(default="minilm", metadata={"help": "dense encoder that mines negatives"})
+    teacher: str | None = field(
+        default=None, metadata={"help": "dense encoder that mines negatives and scores to distil; default: minilm"}
+    )
     publish_momentum: bool = field(
         default=False, metadata={"help": "save and publish a MoCo loss's momentum encoder in place of the model"}
     )
@@ -197,7 +202,7 @@ def check(recipe: Recipe, args: TrainingArguments) -> None:
             fail(f"--{flag} is {value}; it must be at least {least}")
     if recipe.lora and recipe.world != "st":
         fail("--lora needs --world st")
-    if recipe.negatives not in ("bm25", "mined"):
+    if recipe.negatives not in (None, "bm25", "mined"):
         fail(f"unknown --negatives {recipe.negatives!r}; choose bm25 or mined")
     for flag in ("loss_arguments", "model_arguments", "lora"):
         text = getattr(recipe, flag)

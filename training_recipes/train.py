@@ -95,7 +95,7 @@ def main(argv: list[str]) -> None:
         if lacks(recipe, train):
             with process.main_process_first():  # one makes it up, the others read what it made
                 if process.is_main_process:
-                    complete(recipe, task).save_to_disk(folder / "_train_rows")
+                    complete(recipe, train, task.pages).save_to_disk(folder / "_train_rows")
                 train = load_from_disk(folder / "_train_rows")
     except Exception as error:  # the Hub and the file readers raise of many kinds
         fail(f"cannot use the dataset: {error}")
@@ -225,23 +225,51 @@ def reserve_name(recipe: Recipe, args: Any) -> str:
 
 
 def lacks(recipe: Recipe, train: Dataset) -> bool:
-    """Tell whether a loss needs negatives, or a teacher's scores, that the training rows do not have."""
-    if "Distillation" in recipe.loss:
-        return "scores" not in train.column_names
-    return "NegativeCELoss" in recipe.loss and train.column_names == ["query", "positive"]
+    """Tell whether training rows do not have the negatives, or the teacher's scores, that are asked for.
+
+    Raises:
+        ValueError: A flag about negatives can have no effect on these rows.
+    """
+    distils, has_negatives = "Distillation" in recipe.loss, bool(negatives_of(train))
+    if distils:
+        lacking = "scores" not in train.column_names
+        if recipe.negatives and not lacking and not has_negatives:
+            raise ValueError("its scores are of the positives alone; drop the column, or --negatives")
+    else:
+        lacking = not has_negatives and (recipe.negatives is not None or "NegativeCELoss" in recipe.loss)
+    if recipe.num_negatives is not None and not has_negatives and not lacking:
+        raise ValueError(
+            f"--num_negatives {recipe.num_negatives} counts nothing: the rows have no negatives, and {recipe.loss} "
+            "asks for none; add --negatives bm25 or mined"
+        )
+    if recipe.teacher is not None and not (lacking and (distils or recipe.negatives == "mined")):
+        raise ValueError(
+            f"--teacher {recipe.teacher} has nothing to do: it mines with --negatives mined where the dataset has no "
+            "negatives, and scores for ColbertDistillationLoss where it has no scores"
+        )
+    return lacking
 
 
-def complete(recipe: Recipe, task: RetrievalTask) -> Dataset:
+def negatives_of(train: Dataset) -> list[str]:
+    """Return the names of the columns of negatives."""
+    return [column for column in train.column_names if column.startswith("negative")]
+
+
+def complete(recipe: Recipe, train: Dataset, pages: bool) -> Dataset:
     """Add to training rows the negatives and the scores that they lack."""
-    train, teacher = task.train, None
-    if task.pages:
-        raise ValueError(f"{recipe.loss} needs image columns negative... (and scores to distil); add them")
-    if recipe.negatives == "mined" or "Distillation" in recipe.loss:
-        teacher = SentenceTransformer(PACKAGED if recipe.teacher == "minilm" else recipe.teacher)
-    if train.column_names == ["query", "positive"]:
+    teacher, distils = None, "Distillation" in recipe.loss
+    if pages:
+        raise ValueError(
+            f"{recipe.loss} with page images needs image columns negative... (and scores to distil): they are made "
+            "of texts only; add them"
+        )
+    if recipe.negatives == "mined" or distils:
+        teacher = SentenceTransformer(PACKAGED if recipe.teacher in (None, "minilm") else recipe.teacher)
+    if not negatives_of(train):
         count = recipe.num_negatives or 1
-        train = add_negatives(train, count) if recipe.negatives == "bm25" else mine_negatives(train, teacher, count)
-    return add_scores(train, teacher) if "Distillation" in recipe.loss else train
+        mined = recipe.negatives == "mined"
+        train = mine_negatives(train, teacher, count) if mined else add_negatives(train, count)
+    return add_scores(train, teacher) if distils else train
 
 
 def make_loss(recipe: Recipe, model: nn.Module) -> nn.Module:
