@@ -251,3 +251,11 @@ def test_outliving_an_epoch_is_no_matter_of_chance(capacity, warns, caplog):
                 queue.append(Column(tokens, torch.arange(len(keys)), None, keys + 1))
                 queue.column()
     assert ("outlive an epoch" in caplog.text) == warns
+
+
+def test_a_state_of_another_dtype_takes_that_of_the_queue():
+    single, half = DocumentQueue(4), DocumentQueue(4, torch.bfloat16)
+    single.enqueue(*documents([2, 3]))
+    half.load(single.state())
+    assert half.column().tokens.vectors.dtype == torch.bfloat16
+    assert half.state()["vectors"].dtype == torch.bfloat16
