@@ -50,7 +50,7 @@ from training_recipes.card import leave_card
 from training_recipes.command_line import WORLDS, Recipe, fail, read_command_line
 from training_recipes.publish import CannotPublish, reserve, upload
 from training_recipes.report import Result, comparison, result_of
-from training_recipes.retrieval_task import EMBEDDED, HeldOut, RetrievalTask, load_task
+from training_recipes.retrieval_task import EMBEDDED, HeldOut, load_task
 from training_recipes.teacher import add_scores, mine_negatives
 from training_recipes.tiny_models import TINY_MODELS, make_tiny_model
 
