@@ -292,6 +292,39 @@ if not PYLATE:
         assert torch.equal(load_file(best / "1_Dense" / "model.safetensors")["linear.weight"], at_2["linear.weight"])
 
 
+def test_the_best_checkpoint_is_that_of_dev_ndcg(tiny_bert: str, tmp_path: Path):
+    given = ["--model", tiny_bert, "--output_dir", str(tmp_path), *SHORT, "--learning_rate", "1e-2"]
+    train.main([*given, "--max_steps", "4", "--save_total_limit", "3", "--load_best_model_at_end", "true"])
+    state = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text(encoding="utf-8"))
+    seen = {entry["step"]: value for entry in state["log_history"] for key, value in entry.items() if "ndcg@10" in key}
+    assert state["best_metric"] == max(seen[2], seen[4])
+    best = load_file(tmp_path / f"checkpoint-{2 if seen[2] >= seen[4] else 4}" / "model.safetensors")
+    assert all(torch.equal(value, best[name]) for name, value in load_file(tmp_path / "model.safetensors").items())
+
+
+@pytest.mark.parametrize(
+    ("flags", "metric", "greater"),
+    [
+        ("", None, None),
+        ("--load_best_model_at_end true", "ndcg@10", True),
+        ("--save_strategy best --metric_for_best_model {metric}mrr@10", "mrr@10", True),
+        ("--load_best_model_at_end true --greater_is_better false", "ndcg@10", False),
+    ],
+)
+def test_what_is_best_is_said_or_dev_ndcg(flags: str, metric: str | None, greater: bool | None, tmp_path: Path):
+    prefix = f"eval_dev_{'MaxSim' if PYLATE else 'maxsim'}_"
+    given = [*flags.format(metric=prefix).split(), "--output_dir", str(tmp_path)]
+    _, args, _ = command_line.read_command_line(given)
+    assert args.metric_for_best_model == (metric and prefix + metric)
+    assert args.greater_is_better is greater
+
+
+def test_a_metric_that_no_evaluation_has(tmp_path: Path):
+    given = ["--output_dir", str(tmp_path), "--save_strategy", "best"]
+    assert "ndcg@10" in refusal(*given, "--metric_for_best_model", "eval_loss")
+    assert "nothing to choose by" in refusal(*given, "--eval_strategy", "no")
+
+
 def test_nothing_to_resume_from(tmp_path: Path):
     assert "no checkpoint in" in refusal("--output_dir", str(tmp_path), "--resume_from_checkpoint", "true")
     assert "no folder of a trainer" in refusal("--output_dir", str(tmp_path), "--resume_from_checkpoint", "/nowhere")

@@ -160,6 +160,7 @@ def read_command_line(argv: list[str]) -> tuple[Recipe, TrainingArguments, Modul
     parser.error = lambda message: fail(f"{message} (--help lists the flags)")
     name = Path(file).stem if file else wanted.loss
     parser.set_defaults(**TRAINER_DEFAULTS, world=wanted.world, output_dir=f"trained_models/{name}-{wanted.world}")
+    parser.set_defaults(metric_for_best_model=world.DEV_NDCG)
     try:
         recipe, args, unknown = parser.parse_args_into_dataclasses(
             flags, return_remaining_strings=True, look_for_args_file=False
@@ -169,6 +170,7 @@ def read_command_line(argv: list[str]) -> tuple[Recipe, TrainingArguments, Modul
     if unknown:
         fail(f"unknown arguments {shlex.join(unknown)} (--help lists the flags)")
     check(recipe, args)
+    choose_best_by(args, world.DEV_NDCG)
     return recipe, args, world
 
 
@@ -233,6 +235,19 @@ def check(recipe: Recipe, args: TrainingArguments) -> None:
         args.resume_from_checkpoint = None
     elif args.resume_from_checkpoint and not Path(args.resume_from_checkpoint, "trainer_state.json").is_file():
         fail(f"--resume_from_checkpoint {args.resume_from_checkpoint} is no folder of a trainer's checkpoint")
+
+
+def choose_best_by(args: TrainingArguments, dev_ndcg: str) -> None:
+    """Keep the metric of the best checkpoint where there is one, and refuse one that no evaluation has."""
+    prefix = dev_ndcg.removesuffix("ndcg@10")
+    known = [f"{prefix}{metric}@10" for metric in ("ndcg", "mrr", "accuracy", "precision", "recall", "map")]
+    if f"eval_{args.metric_for_best_model.removeprefix('eval_')}" not in known:
+        fail(f"--metric_for_best_model is {args.metric_for_best_model}; choose one of {', '.join(known)}")
+    wanted = args.load_best_model_at_end or args.save_strategy == "best"
+    if not wanted and args.lr_scheduler_type != "reduce_lr_on_plateau":
+        args.metric_for_best_model = args.greater_is_better = None  # else the best checkpoint so far is kept too
+    elif args.eval_strategy == "no":
+        fail(f"--eval_strategy no leaves nothing to choose by; {args.metric_for_best_model} needs steps or epoch")
 
 
 def fail(message: object) -> NoReturn:

@@ -15,6 +15,7 @@ from sentence_transformers.evaluation import InformationRetrievalEvaluator as De
 from torch import nn
 
 __all__ = [
+    "DEV_NDCG",
     "USAGE",
     "DenseEvaluator",
     "Evaluator",
@@ -23,6 +24,8 @@ __all__ = [
     "load_model",
     "make_trainer",
 ]
+
+DEV_NDCG = "eval_dev_MaxSim_ndcg@10"  # as the trainer calls it
 
 USAGE = """\
 from pylate import models, rank

@@ -22,6 +22,7 @@ from torch import nn
 from transformers import ColModernVBertProcessor
 
 __all__ = [
+    "DEV_NDCG",
     "PAGE_USAGE",
     "USAGE",
     "DenseEvaluator",
@@ -33,6 +34,8 @@ __all__ = [
     "make_trainer",
     "merge_adapters",
 ]
+
+DEV_NDCG = "eval_dev_maxsim_ndcg@10"  # as the trainer calls it
 
 USAGE = """\
 from sentence_transformers import MultiVectorEncoder
