@@ -406,6 +406,24 @@ def test_a_teacher_ranks_the_documents_of_a_row():
     assert scores == [[1.0, 0.0], [1.0, 0.0]]
 
 
+def test_labels_reach_the_loss(tiny_bert: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    rows = [{"query": f"query {n}", "positive": f"document {n}", "label": 7 + n % 2} for n in range(20)]
+    Dataset.from_list(rows).to_json(tmp_path / "rows.jsonl")
+    seen, make_loss = [], train.make_loss
+
+    def watched(*given):
+        loss = make_loss(*given)
+        loss.register_forward_pre_hook(lambda _, columns: seen.extend(columns[1].tolist()))
+        return loss
+
+    monkeypatch.setattr(train, "make_loss", watched)
+    given = ["--dataset", str(tmp_path / "rows.jsonl"), "--output_dir", str(tmp_path / "out")]
+    train.main([*given, "--model", tiny_bert, *SHORT])
+    assert set(seen) == {7, 8}
+    assert "column 'label'; drop it" in refusal(*given, "--loss", "ColbertDistillationLoss")
+    assert "column 'label'; drop it" in refusal(*given, "--negatives", "mined")
+
+
 # Published recipes
 
 

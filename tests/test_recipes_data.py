@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 
-from training_recipes import retrieval_task
+from training_recipes import bm25, retrieval_task
 
 
 def task_of(rows: list[dict], folder: Path, **limits) -> retrieval_task.RetrievalTask:
@@ -53,3 +53,67 @@ def test_too_few_queries_to_hold_some_out(count: int, tmp_path: Path):
 def test_three_queries_are_enough(tmp_path: Path):
     task = task_of([{"query": f"q{n}", "positive": f"d{n}"} for n in range(3)], tmp_path)
     assert [len(task.train), len(task.dev.queries), len(task.test.queries)] == [1, 1, 1]
+
+
+# What cannot be used
+
+
+def pairs(count: int = 9, **columns: list) -> list[dict]:
+    """Rows of a query and its positive, and of further columns that are repeated."""
+    given = {name: values * count for name, values in columns.items()}
+    return [
+        {"query": f"query {n}", "positive": f"document {n}"} | {name: values[n] for name, values in given.items()}
+        for n in range(count)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("columns", "complaint"),
+    [
+        ({"query": [7]}, "column 'query' .* int64; expected texts"),
+        ({"positive": [["a", "b"]]}, "column 'positive' .* expected texts or images, one a row"),
+        ({"negative": [1.5]}, "column 'negative' .* float64; expected texts or images, or lists"),
+        ({"negative": ["a", None, "b"]}, "column 'negative' .* no value in 3 of 9 rows"),
+        ({"negatives": [["a"], None, ["b"]]}, "column 'negatives' .* no value in 3 of 9 rows"),
+        ({"negatives": [["a", "c"], [None, "d"], ["b", "e"]]}, "column 'negative_1' .* no value in 3 of 9 rows"),
+        ({"negative": ["a"], "negative_2": ["b"], "scores": [[2.0, 1.0]]}, "row 0 .* 2 scores for 3 documents"),
+        ({"negatives": [["a", "b"]], "scores": [[3, 2, 1], [2, 1]]}, "row 1 .* 2 scores for 3 documents"),
+        ({"scores": [0.5]}, "column 'scores' .* expected a list of numbers"),
+        ({"label": ["animal"]}, "column 'label' .* string; expected integers"),
+        ({"label": [0.5]}, "column 'label' .* float64; expected integers"),
+        ({"label": [True]}, "column 'label' .* bool; expected integers"),
+        ({"label": [1, None, 2]}, "column 'label' .* no value in 3 of 9 rows"),
+    ],
+)
+def test_columns_that_cannot_be_used(columns: dict[str, list], complaint: str, tmp_path: Path):
+    with pytest.raises(ValueError, match=complaint):
+        task_of(pairs(**columns), tmp_path)
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "csv", "json"])
+def test_a_file_with_nothing_in_it(ending: str, tmp_path: Path):
+    (tmp_path / f"rows.{ending}").touch()
+    with pytest.raises(ValueError, match="is empty"):
+        retrieval_task.load_task(str(tmp_path / f"rows.{ending}"), seed=0)
+
+
+# Labels
+
+
+def test_labels_are_kept_beside_everything_else(tmp_path: Path):
+    task = task_of(pairs(negative=["wrong"], scores=[[2.0, 1.0]], label=[3, 4, 5]), tmp_path)
+    assert task.train.column_names == ["query", "positive", "negative", "scores", "label"]
+    for row in task.train:
+        assert row["label"] == 3 + int(row["query"].removeprefix("query ")) % 3
+
+
+def test_labels_decide_what_is_a_negative(tmp_path: Path):
+    """With one label for all rows, no document is a negative of another row's query, and BM25 finds none."""
+    Dataset.from_list(pairs(label=[1])).to_json(tmp_path / "rows.jsonl")
+    train = retrieval_task.load_task(str(tmp_path / "rows.jsonl"), seed=42).train
+    with pytest.raises(ValueError, match="0 of 1 negatives"):
+        bm25.add_negatives(train)
+    labels = [n // 4 for n in range(len(train))]
+    rows = bm25.add_negatives(train.remove_columns("label").add_column("label", labels))
+    of = dict(zip(rows["positive"], labels, strict=True))
+    assert all(of[row["negative_1"]] != row["label"] for row in rows)

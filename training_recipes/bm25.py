@@ -35,19 +35,18 @@ def add_negatives(train: Dataset, count: int = 1) -> Dataset:
     """Add to every row the best BM25 documents that do not answer its query, as `negative_1` and so on.
 
     Candidates are the positives of the training rows themselves, nothing that is held out. Skipped are the row's own
-    positive, the positives of rows with the same query, and copies of the positive (`SAME_DOCUMENT`).
+    positive, the positives of rows with the same query or label, and copies of the positive (`SAME_DOCUMENT`).
     """
     queries, positives = list(train["query"]), list(train["positive"])
     documents = list(dict.fromkeys(positives))
-    answers: dict[str, set[str]] = {}
-    for query, positive in zip(queries, positives, strict=True):
-        answers.setdefault(query, set()).add(positive)
+    answers = [answers_by(train, column) for column in ("query", "label") if column in train.column_names]
 
     negatives: list[list[str]] = []
-    for query, positive, ranked in zip(queries, positives, rank(queries, documents, DEPTH + count), strict=True):
+    ranking = rank(queries, documents, DEPTH + count)
+    for query, positive, ranked, *right in zip(queries, positives, ranking, *answers, strict=True):
         # Where BM25 has nothing left, any other document will do.
         candidates = chain((documents[number] for number, _ in ranked), documents)
-        wrong = dict.fromkeys(text for text in candidates if text not in answers[query])
+        wrong = dict.fromkeys(text for text in candidates if not any(text in known for known in right))
         found = list(islice((text for text in wrong if overlap(text, positive) < SAME_DOCUMENT), count))
         if len(found) < count:
             raise ValueError(
@@ -58,6 +57,14 @@ def add_negatives(train: Dataset, count: int = 1) -> Dataset:
     for number, column in enumerate(zip(*negatives, strict=True), start=1):
         train = train.add_column(f"negative_{number}", list(column))
     return train
+
+
+def answers_by(train: Dataset, column: str) -> list[set[str]]:
+    """Return for each row the positives of all rows with the same value in a column."""
+    values, found = list(train[column]), {}
+    for value, positive in zip(values, train["positive"], strict=True):
+        found.setdefault(value, set()).add(positive)
+    return [found[value] for value in values]
 
 
 def overlap(first: str, second: str) -> float:

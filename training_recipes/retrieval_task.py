@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, DatasetDict, Image, get_dataset_config_names, load_dataset, load_from_disk
+from datasets.exceptions import DatasetGenerationError
 
+from training_recipes.columns import is_image, with_our_columns
 from training_recipes.stdlib_docstrings import load_pairs
 
 EMBEDDED = {
     "stdlib": "Python standard library docstrings",
     "stdlib-pages": "Python standard library docstrings as page images, queried as in training",
 }
-QUERY_COLUMNS = ("query", "anchor", "question")
-POSITIVE_COLUMNS = ("positive", "document", "image", "answer")
 DEV_SPLITS = ("dev", "validation", "eval")
 HELD_OUT_SHARE, HELD_OUT_QUERIES = 0.1, 500  # per held-out split, where a dataset brings none: a tenth, at most 500
 
@@ -41,7 +41,8 @@ class RetrievalTask:
 
     Attributes:
         name: What the model card calls it.
-        train: Columns `query`, `positive` and, where the data has them, `negative...` and `scores`, in this order.
+        train: Columns `query`, `positive` and, where the data has them, `negative...`, `scores` and `label`, in this
+            order.
         dev: Queries for tuning and for the training curve.
         test: Queries for the closing comparison; nothing is chosen by them.
         corpus: Texts or images by document id; texts shortest first, so that neighbours need little padding.
@@ -70,7 +71,8 @@ def load_task(
     Args:
         name: `stdlib` or None, `stdlib-pages`; else a Hub id (`user/name` or `user/name:config`), a folder, or a csv,
             json, jsonl or parquet file. Rows need a column named query, anchor or question and one named positive,
-            document, image or answer; columns whose names start with negative are kept, lists in them spread.
+            document, image or answer; columns whose names start with negative are kept, lists in them spread, and
+            `scores` and `label`.
         seed: Decides which queries are held out where the dataset has no test or dev split.
         max_train_pairs: Train on the first so many rows.
         max_queries: Evaluate the first so many queries of each held-out split.
@@ -78,7 +80,7 @@ def load_task(
         num_negatives: Keep the first so many negatives of each row.
 
     Raises:
-        ValueError: A column is missing, or a split is empty.
+        ValueError: A column is missing or cannot be used, or a split is empty.
     """
     name = name or "stdlib"
     splits = embedded_splits(name) if name in EMBEDDED else named_splits(name, seed, num_negatives)
@@ -166,8 +168,9 @@ def read_dataset(name: str, config: str | None = None) -> DatasetDict:
     if path.is_file():
         try:
             return load_dataset({"jsonl": "json"}.get(path.suffix[1:], path.suffix[1:]), data_files=name)
-        except ValueError as error:
-            raise ValueError(f"file {name!r} is empty, or not what its ending says ({error})") from None
+        except (ValueError, StopIteration, DatasetGenerationError) as error:
+            reason = error.__cause__ or error  # StopIteration without a word, of an empty file
+            raise ValueError(f"file {name!r} is empty, or not what its ending says ({reason!r})") from None
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
         try:
             saved = load_from_disk(name)
@@ -215,49 +218,6 @@ def with_texts(loaded: DatasetDict, name: str) -> DatasetDict:
             for part, rows in loaded.items()
         }
     )
-
-
-def with_our_columns(rows: Dataset, name: str, num_negatives: int | None) -> Dataset:
-    """Select and rename the columns: PyLate goes by names, the losses by order."""
-    query = next((column for column in QUERY_COLUMNS if column in rows.column_names), None)
-    positive = next((column for column in POSITIVE_COLUMNS if column in rows.column_names), None)
-    if query is None or positive is None:
-        raise ValueError(
-            f"dataset {name!r} has the columns {', '.join(rows.column_names) or 'none'}; expected one of "
-            f"{'/'.join(QUERY_COLUMNS)}, one of {'/'.join(POSITIVE_COLUMNS)} and optionally negative..."
-        )
-    scores = [column for column in ("scores",) if column in rows.column_names]
-    negatives = [column for column in rows.column_names if column.startswith("negative")]
-    rows = rows.select_columns([query, positive, *negatives, *scores])
-    rows = rows.rename_columns({query: "query", positive: "positive"} | {column: column for column in negatives})
-    texts = ["query"] if is_image(rows, "positive") else ["query", "positive"]
-    rows = rows.filter(lambda *values: all(values), input_columns=texts)
-    for column in negatives:
-        if len(rows) and isinstance(rows[0][column], list):
-            rows = spread(rows, column, name, num_negatives)
-    kept = [column for column in rows.column_names if column.startswith("negative")][:num_negatives]
-    if scores:  # of the documents that stay
-        rows = rows.map(lambda given: {"scores": given[: 1 + len(kept)]}, input_columns=scores)
-    return rows.select_columns(["query", "positive", *kept, *scores])
-
-
-def spread(rows: Dataset, column: str, name: str, count: int | None) -> Dataset:
-    """Turn a column of lists into numbered columns: sentence-transformers 6 takes one document per column."""
-    shortest = min(map(len, rows[column]))
-    if shortest < (count or 1):
-        raise ValueError(
-            f"column {column!r} of dataset {name!r} has rows with {shortest} negatives; lower --num_negatives or drop "
-            "those rows"
-        )
-    names = [f"negative_{number}" for number in range(1, (count or shortest) + 1)]
-    return rows.map(
-        lambda values: dict(zip(names, values, strict=False)), input_columns=[column], remove_columns=[column]
-    )
-
-
-def is_image(rows: Dataset, column: str) -> bool:
-    """Tell whether a column holds images."""
-    return isinstance(rows.features[column], Image)
 
 
 def documents_of(rows: Dataset, column: str) -> Iterator[tuple[str, Any]]:

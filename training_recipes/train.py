@@ -98,7 +98,7 @@ def main(argv: list[str]) -> None:
                     complete(recipe, train, task.pages).save_to_disk(folder / "_train_rows")
                 train = load_from_disk(folder / "_train_rows")
     except Exception as error:  # the Hub and the file readers raise of many kinds
-        fail(f"cannot use the dataset: {error}")
+        fail(f"cannot use the dataset: {str(error) or type(error).__name__}")
     if task.pages and recipe.world != "st":
         fail("page images need --world st: PyLate encodes texts")
 
@@ -228,9 +228,11 @@ def lacks(recipe: Recipe, train: Dataset) -> bool:
     """Tell whether training rows do not have the negatives, or the teacher's scores, that are asked for.
 
     Raises:
-        ValueError: A flag about negatives can have no effect on these rows.
+        ValueError: A flag about negatives can have no effect on these rows, or a label none on this loss.
     """
     distils, has_negatives = "Distillation" in recipe.loss, bool(negatives_of(train))
+    if "label" in train.column_names and distils:
+        raise ValueError(f"{recipe.loss} takes scores and no column 'label'; drop it")
     if distils:
         lacking = "scores" not in train.column_names
         if recipe.negatives and not lacking and not has_negatives:
@@ -247,6 +249,8 @@ def lacks(recipe: Recipe, train: Dataset) -> bool:
             f"--teacher {recipe.teacher} has nothing to do: it mines with --negatives mined where the dataset has no "
             "negatives, and scores for ColbertDistillationLoss where it has no scores"
         )
+    if "label" in train.column_names and lacking and recipe.negatives == "mined":
+        raise ValueError("negatives are mined without regard to the column 'label'; drop it, or take --negatives bm25")
     return lacking
 
 
