@@ -107,6 +107,11 @@ else:
         with pytest.raises(SystemExit, match="needs image columns negative"):
             train.main(["--dataset", "stdlib-pages", "--loss", "ColbertNegativeCELoss", "--output_dir", str(tmp_path)])
 
+    @pytest.mark.parametrize("flag", ["--document_length 64", "--query_expansion true"])
+    def test_flags_for_texts_are_refused(flag: str, tmp_path: Path):
+        with pytest.raises(SystemExit, match="is for texts"):
+            train.main(["--dataset", "stdlib-pages", *flag.split(), "--output_dir", str(tmp_path)])
+
     @pytest.mark.parametrize("family", ["colpali", "colqwen2"])
     def test_copies_of_a_page_are_no_negatives(family: str, tmp_path: Path):
         """The first and the third page are drawn alike: neither is a negative for the other's query."""

@@ -607,6 +607,34 @@ def test_loss_arguments_that_do_not_fit(tiny_bert: str, tmp_path: Path):
     assert "temperature" in refusal(*argv, "--temperature", "-1")
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_a_queue_dtype_by_its_name(dtype: str, tmp_path: Path):
+    (tmp_path / "mine.yaml").write_text(f"loss: MoCoColbertLoss\nloss_arguments: {{queue_dtype: {dtype}}}\n")
+    recipe, _, _ = command_line.read_command_line([str(tmp_path / "mine.yaml"), "--output_dir", str(tmp_path)])
+    assert train.make_loss(recipe, torch.nn.Identity()).queue_dtype is getattr(torch, dtype)
+
+
+@pytest.mark.parametrize("dtype", ['"int8"', '"half a byte"', "16"])
+def test_a_queue_dtype_that_is_none(dtype: str, tiny_bert: str, tmp_path: Path):
+    given = ["--model", tiny_bert, "--output_dir", str(tmp_path), "--loss", "MoCoColbertLoss"]
+    assert "choose bfloat16, float16" in refusal(*given, "--loss_arguments", f'{{"queue_dtype": {dtype}}}')
+
+
+def test_widths_that_the_model_does_not_have(tiny_bert: str, tmp_path: Path):
+    given = ["--model", tiny_bert, "--output_dir", str(tmp_path), "--loss_arguments", '{"matryoshka_dims": [768, 64]}']
+    assert "the model's embeddings have 128" in refusal(*given)
+
+
+def test_an_empty_file_of_flags(tmp_path: Path):
+    (tmp_path / "mine.yaml").touch()
+    assert offline.named([str(tmp_path / "mine.yaml")]) == set()
+    assert "flag: value" in refusal(str(tmp_path / "mine.yaml"))
+
+
+def test_a_file_of_flags_comes_first():
+    assert "unknown arguments mine.yaml (a file of flags comes first)" in refusal("--world", HERE, "mine.yaml")
+
+
 @pytest.mark.parametrize("flag", ["--query_length", "--document_length"])
 def test_texts_longer_than_the_model_has_positions(flag: str, tiny_bert: str, tmp_path: Path):
     message = refusal("--model", tiny_bert, "--output_dir", str(tmp_path), flag, "600")

@@ -30,6 +30,7 @@ from transformers.trainer_utils import get_last_checkpoint
 import st_colbert_losses
 
 WORLDS = {"pylate": "PyLate (`pylate.models.ColBERT`)", "st": "sentence-transformers (`MultiVectorEncoder`)"}
+YAML = (".yaml", ".yml")
 LOSSES = [name for name in st_colbert_losses.__all__ if name.endswith("Loss") and name != "LateInteractionLoss"]
 
 # What a recipe takes for the trainer's arguments where nobody says otherwise. Numbers of steps below 1 are shares of
@@ -129,7 +130,7 @@ def read_command_line(argv: list[str]) -> tuple[Recipe, TrainingArguments, Modul
     Returns:
         The recipe, the trainer's arguments, and the module of the world that it is for.
     """
-    file = argv[0] if argv and argv[0].endswith((".yaml", ".yml")) else None
+    file = argv[0] if argv and argv[0].endswith(YAML) else None
     given = read_yaml(file) if file else {}
     flags = [text for key, value in given.items() for text in as_flag(key, value)] + argv[bool(file) :]
 
@@ -168,7 +169,8 @@ def read_command_line(argv: list[str]) -> tuple[Recipe, TrainingArguments, Modul
     except (ValueError, TypeError, ImportError) as error:  # the trainer's arguments check each other
         fail(error)
     if unknown:
-        fail(f"unknown arguments {shlex.join(unknown)} (--help lists the flags)")
+        hint = "a file of flags comes first" if unknown[0].endswith(YAML) else "--help lists the flags"
+        fail(f"unknown arguments {shlex.join(unknown)} ({hint})")
     check(recipe, args)
     choose_best_by(args, world.DEV_NDCG)
     return recipe, args, world

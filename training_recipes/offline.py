@@ -27,7 +27,8 @@ def named(argv: list[str]) -> set[str]:
         elif text.endswith((".yaml", ".yml")):
             with suppress(OSError, ValueError, yaml.YAMLError):  # what is wrong with it is said later
                 given = yaml.safe_load(Path(text).read_text(encoding="utf-8"))
-                found |= {str(given[name]) for name in NAMES if name in given}
+                if isinstance(given, dict):
+                    found |= {str(given[name]) for name in NAMES if name in given}
     return found
 
 

