@@ -189,6 +189,11 @@ def test_negatives_skip_copies_and_other_answers_to_the_query():
     assert negatives[1] not in ("red apple one", "a red apple two")
 
 
+def test_documents_without_a_word():
+    """BM25 leaves single letters and words like "the" out: nothing is better than anything else."""
+    assert bm25.rank(["red apple", "a"], ["a", "b", "the c"], k=2) == [[(0, 0.0), (1, 0.0)]] * 2
+
+
 def test_negatives_of_documents_all_alike_are_refused():
     rows = Dataset.from_dict({"query": ["one", "two"], "positive": ["the same text", "the same text"]})
     with pytest.raises(ValueError, match="0 of 1 negatives found"):
@@ -504,6 +509,9 @@ def test_trains_on_from_a_model_that_it_made(tiny_bert: str, tmp_path: Path, cap
     capsys.readouterr()
     train.main(["--model", first, "--output_dir", second, *SHORT])
     assert "dense start" not in capsys.readouterr().out  # a ColBERT is no dense encoder
+    if not PYLATE:  # where an expansion has a length of its own
+        given = ["--model", first, "--output_dir", second, "--query_length", "16"]
+        assert "add --query_expansion true or false" in refusal(*given)
 
 
 def test_runs_from_the_command_line(tiny_bert: str, tmp_path: Path):

@@ -14,8 +14,11 @@ SAME_DOCUMENT = 0.8  # Jaccard overlap of words from which a candidate counts as
 
 def rank(queries: list[str], documents: list[str], k: int) -> list[list[tuple[int, float]]]:
     """Return, for each query, the numbers and BM25 scores (bm25s, its defaults) of its k best documents."""
+    words = bm25s.tokenize(documents, show_progress=False)
+    if not words.vocab:  # no document has a word of two letters that says something
+        return [[(number, 0.0) for number in range(min(k, len(documents)))] for _ in queries]
     index = bm25s.BM25()
-    index.index(bm25s.tokenize(documents, show_progress=False), show_progress=False)
+    index.index(words, show_progress=False)
     numbers, scores = index.retrieve(
         bm25s.tokenize(queries, show_progress=False), k=min(k, len(documents)), show_progress=False
     )

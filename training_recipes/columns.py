@@ -85,9 +85,7 @@ def check_kinds(rows: Dataset, name: str, query: str, positive: str) -> None:
             fits, expected = inner in ("string", "image"), "texts or images, or lists of them"
         if not fits and inner != "null":
             found = feature.dtype if isinstance(feature, Value) else feature
-            raise ValueError(
-                f"column {column!r} of dataset {name!r} holds {found}; expected {expected}; convert it or leave it out"
-            )
+            raise ValueError(f"column {column!r} of dataset {name!r} holds {found}; expected {expected}; convert it")
 
 
 def check_complete(rows: Dataset, name: str, columns: list[str]) -> None:

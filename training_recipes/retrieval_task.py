@@ -169,8 +169,8 @@ def read_dataset(name: str, config: str | None = None) -> DatasetDict:
         try:
             return load_dataset({"jsonl": "json"}.get(path.suffix[1:], path.suffix[1:]), data_files=name)
         except (ValueError, StopIteration, DatasetGenerationError) as error:
-            reason = error.__cause__ or error  # StopIteration without a word, of an empty file
-            raise ValueError(f"file {name!r} is empty, or not what its ending says ({reason!r})") from None
+            reason = str(error.__cause__ or error) or "no rows"
+            raise ValueError(f"file {name!r} is empty, or not what its ending says ({reason})") from None
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
         try:
             saved = load_from_disk(name)

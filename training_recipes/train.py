@@ -126,6 +126,7 @@ def main(argv: list[str]) -> None:
                 **json.loads(recipe.model_arguments),
             )
             check_lengths(recipe, model)
+            check_expansion(recipe, model)
         if recipe.lora:
             world.add_adapters(model, json.loads(recipe.lora))
     except Exception as error:
@@ -310,6 +311,15 @@ def check_lengths(recipe: Recipe, model: nn.Module) -> None:
     for flag, length in lengths.items():
         if positions and length > min(positions):
             raise ValueError(f"--{flag} is {length}, and the model has {min(positions)} positions; lower it")
+
+
+def check_expansion(recipe: Recipe, model: nn.Module) -> None:
+    """Refuse a length of queries that a ready model's expansion, which has its own, would not heed."""
+    if recipe.query_length and recipe.query_expansion is None and getattr(model[0], "query_expansion", None):
+        raise ValueError(
+            f"--query_length {recipe.query_length} cannot take effect, for its queries are expanded to a length of "
+            "their own; add --query_expansion true or false"
+        )
 
 
 def starts_dense(name: str) -> bool:
