@@ -26,7 +26,7 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["OMP_NUM_THREADS"] = "1"
 
-from benchmarks.quality.cells import CELLS, LEARNING_RATE, SEEDS, TABLES
+from benchmarks.quality.cells import CELLS, LEARNING_RATE, SEEDS, TABLES, TASKS_OF
 from benchmarks.quality.report import write
 from benchmarks.quality.run import quiet, run
 
@@ -101,7 +101,7 @@ def main() -> None:
             jobs = [
                 (name, task, "test", seed, points[name])
                 for seed in args.seeds
-                for task in (("stdlib", "wordnet") if table == "peers" else ("stdlib",))
+                for task in TASKS_OF.get(table, ("stdlib",))
                 for name, cell in cells.items()
                 if seed in cell.seeds
             ]

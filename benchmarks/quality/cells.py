@@ -152,5 +152,19 @@ ABLATIONS = {
     "ColbertPairwiseCELoss": PEERS["ColbertPairwiseCELoss"],
     "pairwise, its default, 1.0 on means": variant("ColbertPairwiseCELoss", "ColbertPairwiseCELoss", temperature=1.0),
 }
-TABLES: dict[str, dict[str, Cell]] = {"queue": QUEUE, "options": OPTIONS, "peers": PEERS, "ablations": ABLATIONS}
+TRANSFER = {  # of a temperature, to queries of another length
+    "ColbertLoss": PEERS["ColbertLoss"],
+    "ColbertLoss, temperature 0.03": variant(temperature=0.03),
+    "ColbertLoss, temperature 0.04": variant(temperature=0.04),
+    "ColbertLoss, on sums": PEERS["ColbertLoss, on sums"],
+    "ColbertLoss, on sums, temperature 0.2": variant(like=PYLATE, normalize_scores=False, temperature=0.2),
+}
+TABLES: dict[str, dict[str, Cell]] = {
+    "queue": QUEUE,
+    "options": OPTIONS,
+    "peers": PEERS,
+    "ablations": ABLATIONS,
+    "transfer": TRANSFER,
+}
+TASKS_OF = {"peers": ("stdlib", "wordnet"), "transfer": ("wordnet",)}  # of the others, the first alone
 CELLS = {name: cell for table in TABLES.values() for name, cell in table.items()}

@@ -16,7 +16,7 @@ from benchmarks.quality.cells import LEARNING_RATE, Cell
 from benchmarks.quality.peers import PEERS
 
 Results = Sequence[dict[str, Any]]
-PAGES = {"queue": "queue.md", "options": "options.md", "peers": "benchmarks.md", "ablations": "benchmarks.md"}
+PAGES = {"queue": "queue.md", "options": "options.md"}  # of the others, benchmarks.md
 METRICS = {"ndcg@10": "nDCG@10", "recall@10": "recall@10", "mrr@10": "MRR@10"}
 FEW = {"low overlap ndcg@10": "nDCG@10, few shared words"}
 COSTS = {"seconds": "training, CPU s", "MiB": "peak, MiB"}
@@ -41,8 +41,9 @@ def write(table: str, cells: Mapping[str, Cell], results: Results, searched: Res
     else:
         metrics = METRICS | FEW if all(name in r for r in results for name in FEW) else METRICS
         lines += [seeds_of(sorted({r["seed"] for r in results})), ""]
-        lines += [*table_of(cells, results, {LEARNING_RATE: "learning rate"}, metrics, COSTS), ""]
-    page = Path("docs", PAGES[table])
+        points = {axis: title for axis, title in AXES.items() if any(axis in r for r in results)}
+        lines += [*table_of(cells, results, points, metrics, COSTS), ""]
+    page = Path("docs", PAGES.get(table, "benchmarks.md"))
     begin, end = f"<!-- {table}: written by benchmarks/quality -->", f"<!-- end of {table} -->"
     before, _, rest = page.read_text(encoding="utf-8").partition(begin)
     page.write_text(before + "\n".join([begin, "", *lines, end]) + rest.partition(end)[2], encoding="utf-8")
