@@ -168,13 +168,19 @@ def test_a_model_that_changes_after_the_loss_was_made():
 
 def test_another_model_starts_anew():
     """What a Trainer with ``model_init`` does for each trial."""
-    moco = MoCoColbertLoss(Encoder(), momentum=0.5, learn_temperature=True)
+    first = Encoder()
+    first.embedding.requires_grad_(False)
+    weights = first.embedding.weight.detach().clone()
+    moco = MoCoColbertLoss(first, momentum=0.5, learn_temperature=True)
     moco.shifts["temperature"].data.fill_(1.0)
     moco(batch())
     moco.model = moco.model  # the same: nothing changes
     assert len(moco.queue) == 7
     other = Encoder()
+    other.embedding.requires_grad_(False)
     moco.model = other
+    assert torch.equal(first.embedding.weight, weights)  # shared by the encoder that was
+    assert moco.momentum_model.embedding.weight is other.embedding.weight
     assert len(moco.queue) == 0
     assert moco.temperature == 0.02
     assert torch.equal(moco.momentum_model.linear.weight, other.linear.weight)
