@@ -30,7 +30,7 @@ def write(table: str, cells: Mapping[str, Cell], results: Results, searched: Res
         for task, title in TASKS.items():
             of_task = [r for r in results if r["task"] == task]
             seeds = sorted({r["seed"] for r in of_task})
-            lines += [f"### {title}", "", f"{seeds_of(seeds)} `{len(of_task)}` runs.", ""]
+            lines += [f"### {title}", "", f"{seeds_of(seeds)} {len(of_task)} runs.", ""]
             points = {axis: title for axis, title in AXES.items() if task == "stdlib"}
             lines += [*table_of(cells, of_task, points, METRICS | FEW, COSTS if task == "stdlib" else {}), ""]
         lines += ["![nDCG@10 of each row on both tasks](images/quality.png)", ""]
