@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -132,6 +132,8 @@ class LateInteractionLoss(nn.Module):
         0.0
     """
 
+    __signature__: ClassVar[inspect.Signature]  # what help() and inspect.signature read
+
     # From which temperature of mean scores on the objective hardly tells a good document from a bad one.
     flat_from: float | None = None
 
@@ -216,8 +218,7 @@ class LateInteractionLoss(nn.Module):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # What help() and inspect.signature read; to mypy a class has no such attribute.
-        cls.__signature__ = whole_signature(cls)  # type: ignore[attr-defined]
+        cls.__signature__ = whole_signature(cls)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         check_names(cls, kwargs)
@@ -588,7 +589,7 @@ class LateInteractionLoss(nn.Module):
 
 
 # As __init_subclass__ does for the others.
-LateInteractionLoss.__signature__ = whole_signature(LateInteractionLoss)  # type: ignore[attr-defined]
+LateInteractionLoss.__signature__ = whole_signature(LateInteractionLoss)
 FILTER_DEFAULTS = {
     name: parameter.default
     for name, parameter in inspect.signature(LateInteractionLoss).parameters.items()

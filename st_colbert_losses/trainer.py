@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from st_colbert_losses.distributed import rank, world_size
+from st_colbert_losses.eager import eager
 from st_colbert_losses.signals import Signals
 
 logger = logging.getLogger("st_colbert_losses")
@@ -50,7 +51,7 @@ class Attached(Protocol):
         """Start again from the model as it is."""
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator] # torch does not type it
+@eager
 def attach(loss: Attached) -> None:
     """Attach a loss, and all others of the Trainer that is calling, to that Trainer; restore them if it resumed."""
     trainer, checkpoint = _find_trainer()
@@ -128,7 +129,8 @@ def _check_optimizer(trainer: Any, loss: Attached) -> None:
         return
     held = {id(p) for group in groups for p in group["params"]}
     own = [id(p) for p in loss.own_parameters() if p.requires_grad]
-    if not held.intersection({id(p) for p in loss.parameters()}.difference(own)):
+    trained = {id(p) for p in loss.parameters() if p.requires_grad}.difference(own)
+    if trained and not held.intersection(trained):
         logger.warning(
             "%s: the Trainer's optimizer holds no parameter of the model, so nothing trains. Was the loss made for "
             "another model object? Make it for the one that the Trainer has.",

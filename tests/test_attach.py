@@ -153,6 +153,15 @@ def test_a_loss_for_another_model_object(tmp_path, caplog):
     assert message.startswith("ColbertLoss: the Trainer's optimizer holds no parameter of the model")
 
 
+def test_a_frozen_model_is_no_other_model(tmp_path, caplog):
+    def build(model):
+        return ColbertLoss(model.requires_grad_(False), temperature=0.1, learn_temperature=True)
+
+    with caplog.at_level(logging.WARNING, "st_colbert_losses"):
+        run(build, tmp_path)
+    assert warnings_of(caplog) == []
+
+
 @pytest.mark.parametrize("whole", [True, False])
 def test_an_optimizer_without_what_is_learned(whole, tmp_path, caplog):
     made = {}

@@ -118,7 +118,10 @@ def test_any_batch(name, data):
     b = data.draw(st.integers(1, 4), label="rows")
     per_row = [1, *data.draw(st.lists(st.integers(1, 2), min_size=name in reference.EXPLICIT, max_size=2))]
     n = sum(per_row)
-    draw_rows = lambda numbers: st.lists(numbers, min_size=b, max_size=b)  # noqa: E731 - a name for a strategy
+
+    def draw_rows(numbers):
+        return st.lists(numbers, min_size=b, max_size=b)
+
     batch = make_batch(
         data.draw(draw_rows(st.integers(0, 3)), label="query lengths"),
         data.draw(draw_rows(st.lists(st.integers(0, 3), min_size=n, max_size=n)), label="document lengths"),

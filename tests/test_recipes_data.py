@@ -117,3 +117,39 @@ def test_labels_decide_what_is_a_negative(tmp_path: Path):
     rows = bm25.add_negatives(train.remove_columns("label").add_column("label", labels))
     of = dict(zip(rows["positive"], labels, strict=True))
     assert all(of[row["negative_1"]] != row["label"] for row in rows)
+
+
+# The negatives
+
+
+def test_negatives_are_other_training_documents():
+    splits = retrieval_task.embedded_splits("stdlib")
+    rows = bm25.add_negatives(splits["train"])
+    assert rows.column_names == ["query", "positive", "negative_1"]
+    known = set(rows["positive"])
+    for row in rows:
+        assert row["negative_1"] in known
+        assert bm25.overlap(row["negative_1"], row["positive"]) < bm25.SAME_DOCUMENT
+
+
+def test_negatives_skip_copies_and_other_answers_to_the_query():
+    rows = Dataset.from_dict(
+        {
+            "query": ["red apple", "red apple", "red apple pie", "blue sky"],
+            "positive": ["red apple one", "a red apple two", "red apple one pie", "blue sky three"],
+        }
+    )
+    negatives = bm25.add_negatives(rows)["negative_1"]
+    assert negatives[0] not in ("red apple one", "a red apple two")
+    assert negatives[1] not in ("red apple one", "a red apple two")
+
+
+def test_documents_without_a_word():
+    """BM25 leaves single letters and words like "the" out: nothing is better than anything else."""
+    assert bm25.rank(["red apple", "a"], ["a", "b", "the c"], k=2) == [[(0, 0.0), (1, 0.0)]] * 2
+
+
+def test_negatives_of_documents_all_alike_are_refused():
+    rows = Dataset.from_dict({"query": ["one", "two"], "positive": ["the same text", "the same text"]})
+    with pytest.raises(ValueError, match="0 of 1 negatives found"):
+        bm25.add_negatives(rows)

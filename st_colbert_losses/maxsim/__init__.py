@@ -6,12 +6,10 @@ backward pass is one number for each pair of a query token and a document: which
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar, cast
-
 import torch
 from torch import Tensor
 
+from st_colbert_losses.eager import eager
 from st_colbert_losses.maxsim.hard import hard_scores
 from st_colbert_losses.maxsim.kernels import kernel_scores, use_kernels
 from st_colbert_losses.maxsim.layout import Documents, Queries
@@ -20,17 +18,10 @@ from st_colbert_losses.maxsim.packed import PackedTokens
 from st_colbert_losses.maxsim.smooth import smooth_scores
 from st_colbert_losses.tokens import Tokens
 
-_F = TypeVar("_F", bound=Callable[..., Tensor])
-
 __all__ = ["PackedTokens", "maxsim", "maxsim_own", "use_kernels"]
 
 
-def _eager(function: _F) -> _F:
-    """Leave a function out of ``torch.compile``: there is nothing to fuse, and its tiles change with every batch."""
-    return cast(_F, torch.compiler.disable(function))  # type: ignore[no-untyped-call] # torch does not type it
-
-
-@_eager
+@eager  # there is nothing to fuse, and tiles change with every batch
 def maxsim(queries: Tokens, documents: Tokens | PackedTokens, *, tau: float | None = None) -> Tensor:
     """Score every query against every document.
 
@@ -76,7 +67,7 @@ def maxsim(queries: Tokens, documents: Tokens | PackedTokens, *, tau: float | No
         return scores.T.contiguous()
 
 
-@_eager
+@eager  # there is nothing to fuse, and tiles change with every batch
 def maxsim_own(queries: Tokens, documents: Tokens, *, tau: float | None = None) -> Tensor:
     """Score every query against its own documents.
 

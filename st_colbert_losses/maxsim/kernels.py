@@ -37,8 +37,7 @@ def kernel_scores(queries: Tokens, documents: Tokens, *, own: bool) -> Tensor | 
     """Scores (B, C), or (B, N) of the queries' ``own`` documents; ``None`` where the kernels do not apply."""
     if not (_wanted and _applicable(queries.vectors, documents.vectors) and _installed()):
         return None
-    # An optional package: mypy may find it or not.
-    from late_interaction_kernels import maxsim  # type: ignore[import-not-found, unused-ignore]
+    from late_interaction_kernels import maxsim
 
     b = len(queries)
     q, d = (t.vectors.masked_fill(~t.mask[..., None], 0) for t in (queries, documents))
